@@ -1,4 +1,4 @@
-"""What is written to a parameter is seen, wherever it lies."""
+"""A fingerprint detects writes to any element, at any offset."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from lightning_zero.core.writes import Fingerprint
 
 
-def _cut(numel, offset, dtype):
+def _values(numel, offset, dtype):
     generator = torch.Generator().manual_seed(numel)
     words = torch.randint(-(2**15), 2**15, (numel + offset + 16,), generator=generator)
     return words.to(dtype)[offset : offset + numel]
@@ -18,10 +18,10 @@ def _cut(numel, offset, dtype):
 @pytest.mark.parametrize("offset", range(5))
 @pytest.mark.parametrize("numel", [0, 1, 3, 8, 17, 1000])
 def test_a_fingerprint_sees_a_change_of_any_element(numel, offset, dtype):
-    values = _cut(numel, offset, dtype)
+    values = _values(numel, offset, dtype)
     seen = Fingerprint(values)
     assert seen.matches(values)
-    assert seen.digest() == Fingerprint(_cut(numel, offset, dtype)).digest()
+    assert seen.digest() == Fingerprint(_values(numel, offset, dtype)).digest()
     for index in {0, 1, numel // 2, numel - 1} & set(range(numel)):
         before = values[index].clone()
         values[index] = 1 if before != 1 else 2
@@ -32,7 +32,7 @@ def test_a_fingerprint_sees_a_change_of_any_element(numel, offset, dtype):
 
 
 def test_a_fingerprint_sees_elements_that_change_places():
-    values = _cut(10_000, 1, torch.bfloat16)
+    values = _values(10_000, 1, torch.bfloat16)
     seen = Fingerprint(values)
     for index in range(1, 10_000, 97):
         if values[0] != values[index]:

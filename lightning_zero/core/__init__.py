@@ -2,27 +2,27 @@
 
 Imports record, layout, tensors, comm and tiers.
 
-    schedule      `Schedule`: the step as hooks call it; buffers such as batch norm's
-    unit          units: which are whole, and what is gathered ahead
-    reducer       what of a backward is averaged, and when it is shown
-    hooks         where modules and autograd call the schedule
-    bucket        `Bucket`: parameters that travel together, what they point at; `Masters`
-    shards        what of a bucket rests on this rank
-    gradients     the same for its gradients, from autograd's views to reduced shards
-    norm          norms over shards, and clipping
-    access        `gathered` and `full_grad`: a look from outside
-    writes        how a write to a parameter is seen
-    lockstep      `uneven_calls`: forwards whose number differs by rank
+    schedule      `Schedule`: the step as the hooks call it; buffers such as BatchNorm's
+    unit          `Unit` and `Unsharder`: what is unsharded and prefetched together
+    reducer       `Reducer`: which buckets a backward reduces, and the means at its end
+    hooks         hooks of modules and autograd, which call the schedule
+    bucket        `Bucket`: parameters that are communicated together; `Masters`
+    shards        stores of a bucket's shards on this rank
+    gradients     gradients of a bucket, from autograd's tensors to the main gradient
+    norm          norms of sharded gradients, and clipping
+    access        `gathered` and `full_grad`: full tensors for the user
+    writes        detection of writes to parameters
+    lockstep      `uneven_calls`: a number of forwards that differs between ranks
     building      sharding while `configure_model` builds
     materialize   memory for modules built on the meta device
     mixed_dtypes  layers that keep float32 parameters
-    step_worker   the thread that steps beside the next forward
+    step_worker   the thread that steps while the next forward runs
 
-Begin with the note at the top of layout/order.py, then `schedule` and `bucket`. A gradient arrives
-at a hook of `hooks`; `Gradients.accumulate` takes it, and knows when its bucket has all. Then
-`reducer` tells the order of all ranks (`CollectiveOrder.mark_ready`), which calls `Schedule.issue_reduction` when
-its turn has come: by way of `Reducer.reduce` it comes to `Gradients.reduce`. From then on the mean
-is `Gradients.main_grad`, or rests in an `OffloadedGrad`. What a gather waits for: the note at the top
-of `schedule`. What a rank that raises does to itself: `Schedule.reset_all`; what becomes of the
-others: the end of comm's text.
+Begin with the note at the top of layout/order.py, then read `schedule` and `bucket`. A gradient
+arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its bucket is
+complete. Then `reducer` marks the bucket as ready in the collective order
+(`CollectiveOrder.mark_ready`), which calls `Schedule.issue_reduction` in its turn, and so
+`Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
+`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset_all` for what a
+rank does after an exception, and the end of comm's text for what happens on the other ranks.
 """

@@ -1,23 +1,49 @@
-"""One bucket at run time: its parameters, and what `parameter.data` points at.
+"""A bucket at run time: its parameters, their states, and what `parameter.data` points at.
 
-    phase       parameter.data                               class
-    SHARDED       this rank's slice of the master, 1-D         guarded   PARAM sharded, at rest
-    UNSHARDING   the slice, or the view of a buffer in flight guarded
-    UNSHARDED       n-D view of the whole buffer                 plain     in use; at rest elsewhere
-    STEP        what this rank steps of the master           plain     while the optimizer steps
+[Note: Tensors of a bucket] Each bucket has the following tensors. A *slot* is one parameter of the
+bucket, in layout order; *own elements* are those that this rank steps.
 
-What rests on this rank, and the master, which the optimizer steps, are told in shards.py. Where a
-shard rests in a file, `parameter.data` is empty at rest. What a rank steps is a 1-D slice, or,
-where the layout holds whole tensors, the n-D tensor on its owner; on other ranks nothing, without a
-gradient.
+- Original parameter: the `nn.Parameter` of the module. The object stays; its class and `.data`
+  change (tensors/guarded.py).
+- Unsharded parameters (`Bucket.unsharded_params`): flat buffer in the parameter dtype with an n-D
+  view for each slot; the output of the all-gather. Forward and backward compute with the views.
+  If parameters are sharded (stage 3), it holds memory only while they are unsharded.
+- Parameter shard (`Shards.param_shard`): own elements, 1-D, parameter dtype. A slice of the
+  unsharded parameters, or the all-gather input.
+- All-gather input (`Shards.all_gather_input`): the parameter shard as a tensor of its own, on its
+  tier. Only if parameters are sharded.
+- Master, or main parameter (`Shards.master`): own elements, 1-D, master dtype; the optimizer steps
+  it. It is float32 if parameters are narrower, else the parameter shard itself.
+- Sharded parameter view (`Shards.sharded_views`): what `.data` points at while the parameter is
+  sharded: its slice of the master, 1-D; empty if the master is in a file.
+- Unsharded gradients (`Gradients.unsharded_grads`): flat buffer of this rank's gradients with an
+  n-D view for each slot; the input of the reduce-scatter or all-reduce.
+- Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
+  optimizer steps the master with it.
+- Optimizer states: as long as the own elements, master dtype; in files on NVMe
+  (`Shards.state_stores`), otherwise in the optimizer.
 
-[Note: Stepped by stand-ins] A bucket that is stepped by itself never enters STEP: stand-ins of its
-parameters do that (optim/chunks.py). `begin_step` marks the parameters as in flight, `end_step`
-issues the gather of their new values. A worker may do the work between the two; every use of the
-bucket waits for it.
+If optimizer states are replicated (stage 0), the own elements are all elements. If the layout has
+tensor owners, the own elements of a slot are all or none of it.
 
-An average's buckets (engine/shadow.py) are buckets too: `gathered`, `torch.equal` and checkpoints
-need not know which of the two they look at.
+[Note: Phases of a bucket]
+
+    phase        parameter.data                                class
+    SHARDED      sharded parameter view, 1-D                   guarded  idle if params are sharded
+    UNSHARDING   view of the shard, or of a buffer in flight   guarded
+    UNSHARDED    n-D view of the unsharded parameters          plain    in use; idle otherwise
+    STEP         own elements of the master                    plain    while the optimizer steps
+
+A bucket is idle between its uses. In STEP, `.data` is a 1-D slice; with tensor owners it is the n-D
+tensor on its owner, and empty and without a gradient on the other ranks.
+
+[Note: Stepped by stand-ins] A bucket that is stepped on its own never enters STEP: stand-ins of its
+parameters are stepped instead (optim/chunks.py). `begin_step` marks the parameters as in flight,
+`end_step` issues the all-gather of their new values. A worker thread may step between the two;
+every use of the bucket waits for it.
+
+The buckets of an average (engine/shadow.py) are buckets, too: `gathered`, `torch.equal` and
+checkpoints treat both in the same way.
 """
 
 from __future__ import annotations
@@ -73,7 +99,7 @@ __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
-    """What the parameters of a bucket point at; see the table at the top of this file."""
+    """What the parameters of a bucket point at. See [Note: Phases of a bucket]."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -82,24 +108,35 @@ class Phase(Enum):
 
 
 class Bucket:
-    """Parameters that travel together, from setup to teardown.
+    """Parameters that are communicated together, from setup to teardown.
+
+    See [Note: Tensors of a bucket].
 
     Attributes:
+        plan: Layout, stage, dtypes and tiers of the bucket.
         parameters: The module's own parameter objects, by slot.
-        shard_specs: By slot, which elements each rank steps.
-        shards_params: PARAM rests as a shard.
-        is_unsharded: The values of all elements are at hand or on their way.
-        watcher: Is told when that changes.
-        whole: The whole buffer; holds memory while the parameters are whole.
-        offloaded_grad: Where gradients rest that are not on the device.
-        orig_dtypes: Dtype of each parameter before this bucket took it over.
-        pins: Number of outside looks (`gathered`) under way; nothing is freed while positive.
-        is_saved: A graph that a backward has still to walk may hold views of the whole buffer.
-        prints: By slot, of whole values that somebody looks at without a right to write; None where
-            nobody does, or where the engine has written to them since.
-        lockstep: The engine's `Lockstep`, once it is there.
-        replicates_optim: OPTIM rests whole: every rank steps all elements.
-        owned: Elements of a slot, counted from its own first one, that this rank steps.
+        comm: Communicator of the ranks that share the bucket.
+        device: Device on which the bucket is unsharded.
+        shard_specs: Elements of each slot that each rank steps, by slot.
+        shards_params: Whether parameters are sharded when idle.
+        phase: What the parameters point at.
+        is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
+        on_unsharded_change: Called with `is_unsharded` when it changes.
+        unsharded_params: Flat buffer; holds memory while the parameters are unsharded.
+        shards: Stores of this rank's shards.
+        grads: Gradients of the parameters.
+        masters: Access to the elements in full precision.
+        offloaded_grad: Store of the main gradient, if it is not on the device.
+        orig_dtypes: Dtype of each parameter before this bucket wrapped it.
+        num_pins: Number of `gathered` contexts that hold the bucket; it is not freed while
+            positive.
+        is_saved_for_backward: Whether a graph that backward has not walked yet may hold views of
+            the unsharded parameters.
+        fingerprints: Fingerprints of unsharded parameters that are shown read-only, by slot; None
+            if there are none, or if the engine has written to them since.
+        lockstep: The engine's `Lockstep`, set when that is created.
+        replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
+        owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
     """
 
     lockstep: Any
@@ -121,12 +158,24 @@ class Bucket:
         unshard_out_of_order: Callable[[Bucket, str], None],
         filled: FlatBuffer | None = None,
     ) -> None:
-        """Takes `parameters` over; `filled`: some lie in it already. Collective."""
+        """Wraps `parameters`. Collective.
+
+        Args:
+            plan: Layout, stage, dtypes and tiers of the bucket.
+            parameters: The module's parameters, by slot.
+            comm: Communicator of the ranks that share the bucket.
+            queue: Queue of gradient transfers to CPU memory and files.
+            worker: Thread that may step the bucket.
+            grad_dtype: Dtype in which gradients are reduced.
+            unshard_out_of_order: Called with this bucket and a parameter's name before a use
+                outside of the unit's forward.
+            filled: Buffer in which some of the parameters are stored already.
+        """
         self.plan = plan
         self.parameters = list(parameters)
         self.comm = comm
         self.shards_params = plan.stage.shards_params
-        self._enter(Phase.UNSHARDED)
+        self._set_phase(Phase.UNSHARDED)
         self.num_pins = 0
         self.orig_dtypes = [p.dtype for p in parameters]
         self._worker = worker
@@ -143,15 +192,15 @@ class Bucket:
             plan, parameters, comm, grad_dtype, offloaded, self.shard_specs, wait
         )
         self._pending: Pending | None = None
-        # A worker steps this bucket: waits for it, and returns why it has failed.
+        # While a worker steps this bucket: waits for the step and returns its exception.
         self._stepping: Callable[[], BaseException | None] | None = None
         self._detector = WriteDetector(self.parameters)
-        self._parts: WeakValueDictionary[int, _RestingPart] = WeakValueDictionary()
-        # By slot whose `.data` was assigned since the last pass, what showed the values before.
-        self._assigned: dict[int, _RestingPart | None] = {}
-        self._is_aliased = False  # others hold views of the whole buffer, which is stepped
-        self._warned_names: set[str] = set()  # of parameters whose memory users hold
-        self._num_scans = 0  # for them
+        self._param_shards: WeakValueDictionary[int, _ParamShard] = WeakValueDictionary()
+        # Slots whose `.data` was assigned since the last pass, with the former `.data`.
+        self._assigned: dict[int, _ParamShard | None] = {}
+        self._is_aliased = False  # users hold views of the unsharded buffer, which is stepped
+        self._warned_names: set[str] = set()  # parameters whose memory users hold
+        self._num_scans = 0  # searches for such parameters
         self._unshard_out_of_order = unshard_out_of_order
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.unsharded_params = filled
@@ -162,18 +211,18 @@ class Bucket:
         self.masters = Masters(self)
         self._wrap(filled)
 
-    # ---------------------------------------------------------------- taken over and given back
+    # ---------------------------------------------------------------- wrap and unwrap
 
     def _wrap(self, filled: FlatBuffer | None) -> None:
-        """Copies rank 0's values in; the parameters become views of the whole. Collective."""
+        """Copies rank 0's values; points the parameters at the unsharded buffer. Collective."""
         plan, shards = self.plan, self.shards
-        exact = self._full_precision_copy(filled)
-        self.comm.broadcast_(exact.tensor)
-        if exact is not self.unsharded_params:
-            self.unsharded_params.tensor.copy_(exact.tensor)
+        values = self._full_precision_copy(filled)
+        self.comm.broadcast_(values.tensor)
+        if values is not self.unsharded_params:
+            self.unsharded_params.tensor.copy_(values.tensor)
         shards.init_params()
         if plan.begins_with_master:
-            shards.init_master(shards.own_slice_of(exact))
+            shards.init_master(shards.own_slice_of(values))
         for index, parameter in enumerate(self.parameters):
             slot = plan.layout.slots[index]
             placement = Placement(
@@ -185,7 +234,7 @@ class Bucket:
                 index=index,
                 ensure_unsharded=self.unshard_on_use,
                 set_grad=self.grads.assign,
-                on_data_read=self._hand_out,
+                on_data_read=self._before_data_read,
             )
             set_placement(parameter, placement)
             parameter.data = self.unsharded_params.views[index]
@@ -195,8 +244,22 @@ class Bucket:
         self.reshard()
         shards.mark_written()
 
+    def _full_precision_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
+        """The parameters in their own precision; the unsharded buffer itself if it suffices."""
+        dtype = promoted_dtype(self.plan.dtype, self.orig_dtypes)
+        copied = self.unsharded_params
+        if dtype != self.plan.dtype:
+            copied = filled or FlatBuffer(self.plan.layout, dtype, self.device)
+        for view, parameter in zip(copied.views, self.parameters, strict=True):
+            partial = partial_of(parameter)
+            if partial is not None:
+                partial.read_into(view)
+            elif view.data_ptr() != parameter.data_ptr():
+                view.copy_(parameter.data)
+        return copied
+
     def unwrap(self, device: torch.device | None) -> None:
-        """Makes every parameter a whole tensor of its own, in its own dtype. Collective.
+        """Makes every parameter a full tensor of its own, in its original dtype. Collective.
 
         On `device`; None: without values, see tensors/meta.py.
         """
@@ -219,34 +282,28 @@ class Bucket:
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
 
-    def _full_precision_copy(self, filled: FlatBuffer | None) -> FlatBuffer:
-        """The parameters in their own precision; the whole buffer itself where that suffices."""
-        dtype = promoted_dtype(self.plan.dtype, self.orig_dtypes)
-        exact = self.unsharded_params
-        if dtype != self.plan.dtype:
-            exact = filled or FlatBuffer(self.plan.layout, dtype, self.device)
-        for view, parameter in zip(exact.views, self.parameters, strict=True):
-            if (piece := partial_of(parameter)) is not None:
-                piece.read_into(view)
-            elif view.data_ptr() != parameter.data_ptr():
-                view.copy_(parameter.data)
-        return exact
+    # ---------------------------------------------------------------- unshard and reshard
 
-    # ---------------------------------------------------------------- whole and released
-
-    def _enter(self, phase: Phase) -> None:
+    def _set_phase(self, phase: Phase) -> None:
         self.phase = phase
         is_unsharded = phase in (Phase.UNSHARDING, Phase.UNSHARDED)
         if self.on_unsharded_change is not None and is_unsharded != self.is_unsharded:
             self.on_unsharded_change(is_unsharded)
         self.is_unsharded = is_unsharded
 
-    def unshard(self) -> None:
-        """Issues the gather of whole parameters. Collective: also where they are whole already.
+    def read_ahead(self) -> bool:
+        """Starts to read a shard from its file; False if there was no buffer for it."""
+        reader = self.shards.reader
+        if reader is None or self.is_unsharded or self._stepping is not None:
+            return True
+        return reader.begin()
 
-        A rank that has them sends its shard again to those that have not, and receives what it has.
-        Refused inside a transform of torch.func that differentiates, whose functions must not write
-        to memory: also the parameters given to it would be slices.
+    def unshard(self) -> None:
+        """Issues the all-gather of the parameters. Collective, also if they are unsharded already.
+
+        A rank on which they are unsharded sends its shard again to those on which they are not.
+        Raises inside a differentiating transform of torch.func: its functions must not write to
+        memory, and the parameters given to it would be slices.
         """
         if self.is_unsharded:
             self.wait_for_unshard()
@@ -262,22 +319,28 @@ class Bucket:
         """Raises inside a transform of torch.func that differentiates."""
         if _differentiates():
             raise RuntimeError(
-                f"a transform of torch.func (grad, vjp, jvp, jacrev and the like) uses parameter "
-                f"{self.plan.layout.slots[0].name}, or a module beside it, which rests as a shard; "
-                "make the transform inside `with lightning_zero.gathered(module):`."
+                "a transform of torch.func (grad, vjp, jvp, jacrev or similar) uses parameter "
+                f"{self.plan.layout.slots[0].name}, or one of the same bucket, which is sharded; "
+                "run the transform inside `with lightning_zero.gathered(module):`."
             )
 
     def all_gather_params(self) -> Pending:
-        """Issues the gather of this rank's shard, from where it rests."""
+        """Issues the all-gather of this rank's shard, from where it is stored."""
         return self.all_gather_into(self.unsharded_params.tensor, self.shards.all_gather_source())
 
-    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
-        """Issues a gather into `unsharded_params`, laid out as the bucket, of `source` or its own part."""
-        cuts = self.plan.layout.split_sizes
-        return self.comm.all_gather(whole, self.plan.name, source=source, split_sizes=cuts)
+    def all_gather_into(self, buffer: Tensor, source: Source | None = None) -> Pending:
+        """Issues an all-gather of `source`, or of this rank's part of `buffer`, into `buffer`."""
+        split_sizes = self.plan.layout.split_sizes
+        return self.comm.all_gather(buffer, self.plan.name, source=source, split_sizes=split_sizes)
+
+    def mark_in_flight(self) -> None:
+        """Guards the parameters until an all-gather, which is issued now or later."""
+        if self.phase is not Phase.SHARDED:  # else they are guarded already
+            guard(self.parameters)
+        self._set_phase(Phase.UNSHARDING)
 
     def wait_for_unshard(self) -> None:
-        """Waits for a gather under way; the parameters are whole and plain."""
+        """Waits for an all-gather in flight; the parameters are unsharded and plain."""
         if self._stepping is not None:
             self.wait_for_step()
         if self.phase is not Phase.UNSHARDING:
@@ -286,93 +349,83 @@ class Bucket:
         self._pending.wait()
         self._pending = None
         set_plain_data(self.parameters, self.unsharded_params.views)
-        self._enter(Phase.UNSHARDED)
+        self._set_phase(Phase.UNSHARDED)
         if self.shards_params:
             self._detector.watch()
 
     def reshard(self, *, num_holders_before: int | None = None) -> None:
-        """Frees whole parameters where they rest as shards.
+        """Frees the unsharded parameters, if parameters are sharded when idle. Local.
 
-        `num_holders_before`: of `num_holders` when the user was shown them, who may keep what was taken
-        since; None: that is not asked for. Not inside a transform of torch.func, which
-        differentiates without our hooks; the end of the step does so.
+        Does nothing inside a transform of torch.func, which differentiates without our hooks; the
+        end of the step reshards then.
+
+        Args:
+            num_holders_before: `num_holders` when the user was given the parameters: the user may
+                keep views that were taken since. None: no views are expected.
         """
         if not self.shards_params or self.phase is Phase.SHARDED or self.num_pins:
             return
-        if _transforms_under_way() is not None:
+        if _active_transforms() is not None:
             return
         self.wait_for_unshard()
         self.sync_writes()
         self.enter_idle_phase(num_holders_before=num_holders_before)
 
-    def wait_for_update(self) -> None:
-        """Waits for a step and the gather after it, so that what is read is at rest. Local."""
-        self.wait_for_step()
-        if not self.shards_params:
+    def discard_unsharded(self) -> None:
+        """As `reshard`, without syncing writes."""
+        if self.shards_params and self.is_unsharded and not self.num_pins:
             self.wait_for_unshard()
-
-    def read_ahead(self) -> bool:
-        """Begins to read a shard that rests in a file; whether there was a buffer for it."""
-        reader = self.shards.reader
-        if reader is None or self.is_unsharded or self._stepping is not None:
-            return True
-        return reader.begin()
-
-    def wait_for_uploads(self) -> None:
-        """Before shards are written to, from which gathers may still copy to the device."""
-        has_device_memory = self.shards.storage.has_device_memory
-        self.comm.wait_for_uploads(has_device_memory and self.plan.tiers.param is Tier.CPU)
-
-    # ---------------------------------------------------------------- where parameters point
-
-    def mark_in_flight(self) -> None:
-        """The parameters wait for a gather that is issued, or will be."""
-        if self.phase is not Phase.SHARDED:  # else they are guarded
-            guard(self.parameters)
-        self._enter(Phase.UNSHARDING)
-
-    def point_at_step_parts(self, parts: Sequence[Tensor]) -> None:
-        """Points the parameters at what this rank steps: by slot, 1-D. `enter_idle_phase` ends it."""
-        for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
-            unguard(parameter)
-            parameter.grad = None
-            parameter.data = part.view(self.shards.step_shapes[index])
-        self._enter(Phase.STEP)
+            self.enter_idle_phase()
 
     def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
-        """Points the parameters at their slices, or at the whole buffer, where they rest."""
-        self._enter(Phase.SHARDED if self.shards_params else Phase.UNSHARDED)
+        """Points the parameters at their sharded views, or, if replicated, at the unsharded buffer.
+
+        `num_holders_before`: as for `reshard`.
+        """
+        self._set_phase(Phase.SHARDED if self.shards_params else Phase.UNSHARDED)
         self.restore_data_pointers()
         if self.shards_params and self.unsharded_params.is_allocated:
-            # A forward after the backward may have left it whole.
             self._free_unsharded(num_holders_before)
 
+    def restore_data_pointers(self) -> None:
+        """Points the parameters at the tensors of the current phase again."""
+        is_shard = self.phase is Phase.SHARDED
+        set_plain_data(
+            self.parameters,
+            self.shards.sharded_views() if is_shard else self.unsharded_params.views,
+        )
+        if is_shard:
+            guard(self.parameters)
+
     def _free_unsharded(self, num_holders_before: int | None) -> None:
-        """Frees the whole buffer, which no parameter shows. See [Note: Memory that others hold]."""
-        num_graphs = (
-            (num_holders_before or 0) if self.is_saved_for_backward else 0
-        )  # at most, and then at least one
+        """Frees the unsharded buffer, which no parameter points at.
+
+        See [Note: Memory that others hold] in tensors/buffer.py.
+        """
+        # Graphs hold at most as many views as there were before, and at least one if any.
+        num_graphs = 0
+        if self.is_saved_for_backward and num_holders_before is not None:
+            num_graphs = num_holders_before
         num_holders = self.num_holders(num_params=0)
-        if num_holders > num_graphs and not (
-            self.is_saved_for_backward and num_holders_before is None
-        ):
+        may_be_graphs = self.is_saved_for_backward and num_holders_before is None
+        if num_holders > num_graphs and not may_be_graphs:
             if num_holders_before is None:
                 self._warn_of_holders()
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
 
     def num_holders(self, *, num_params: int) -> int:
-        """How many views of the whole buffer users and graphs have; `num_params` parameters do."""
+        """Number of views of the unsharded buffer, without those of `num_params` parameters."""
         return self.unsharded_params.num_holders(self.shards.num_views + num_params)
 
     def _warn_of_holders(self) -> None:
-        """Warns of tensors that users keep of whole parameters; what a graph holds is none.
+        """Warns of tensors that users keep of unsharded parameters; tensors in graphs do not count.
 
-        Twice at most, for it looks at all objects of Python.
+        At most twice, because it searches all Python objects.
         """
         if self._num_scans == 2:
             return
-        time.sleep(0.001)  # a thread of gloo lets go of what it has sent a moment after its end
+        time.sleep(0.001)  # a gloo thread releases sent tensors shortly after the end
         if not self.num_holders(num_params=0):
             return
         self._num_scans += 1
@@ -388,24 +441,15 @@ class Bucket:
         for name in sorted(held - self._warned_names):
             self._warned_names.add(name)
             warnings.warn(
-                f"a tensor that shows parameter {name} outlives the step in which it was taken. It "
-                "keeps the values of that step, where one of a plain module follows later steps; "
-                "keep a copy, parameter.detach().clone(), or take it anew where you read it.",
+                f"a view of parameter {name} outlives the step in which it was taken. It keeps the "
+                "values of that step, while a view of a plain module's parameter follows later "
+                "steps. Keep a copy, parameter.detach().clone(), or take a new view before each "
+                "use.",
                 stacklevel=2,
             )
 
-    def restore_data_pointers(self) -> None:
-        """Points the parameters where `phase` says, after they have pointed elsewhere."""
-        is_shard = self.phase is Phase.SHARDED
-        set_plain_data(
-            self.parameters,
-            self.shards.sharded_views() if is_shard else self.unsharded_params.views,
-        )
-        if is_shard:
-            guard(self.parameters)
-
     def aliases(self, tensor: Tensor) -> bool:
-        """`tensor` is a view of the whole buffer."""
+        """Whether `tensor` is a view of the unsharded buffer."""
         if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
             return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -416,16 +460,16 @@ class Bucket:
     # ---------------------------------------------------------------- the step
 
     def begin_step(self, stepping: Callable[[], BaseException | None] | None = None) -> None:
-        """The parameters are in flight until `end_step`. See [Note: Stepped by stand-ins].
+        """Marks the parameters as in flight until `end_step`. See [Note: Stepped by stand-ins].
 
-        `stepping` waits until a worker has ended the step, see `StepLoop.add`; None: the caller
+        `stepping`: waits until a worker has ended the step, see `StepLoop.add`. None: the caller
         ends it.
         """
         self.wait_for_unshard()
         self.sync_writes()
-        self._note_holders()
+        self._check_aliases()
         self.fingerprints = None
-        self.shards.stop_reading()  # what was read ahead is about to change
+        self.shards.stop_reading()  # its file is about to change
         self.wait_for_uploads()
         if self.shards_params:
             self.enter_idle_phase()
@@ -433,19 +477,35 @@ class Bucket:
             self.mark_in_flight()
         self._stepping = stepping
 
+    def _check_aliases(self) -> None:
+        """Before a step: records whether users hold views that its all-gather will change."""
+        all_gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
+        self._is_aliased = all_gathers and self.num_holders(num_params=num_params) > 0
+
+    def wait_for_uploads(self) -> None:
+        """Before a write to shards: waits for all-gathers that still copy them to the device."""
+        has_device_memory = self.shards.storage.has_device_memory
+        self.comm.wait_for_uploads(has_device_memory and self.plan.tiers.param is Tier.CPU)
+
+    def point_at_step_parts(self, parts: Sequence[Tensor]) -> None:
+        """Points the parameters at `parts`, 1-D by slot, for a step; `enter_idle_phase` ends it."""
+        for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
+            unguard(parameter)
+            parameter.grad = None
+            parameter.data = part.view(self.shards.step_shapes[index])
+        self._set_phase(Phase.STEP)
+
     def end_step(self) -> None:
-        """The new values are there; issues their gather where parameters rest whole. Collective."""
+        """Ends the step; if parameters are replicated, issues the all-gather of their new values.
+
+        Collective.
+        """
         self.shards.mark_written()
         if self.plan.stage.all_gathers_after_step:
             self._pending = self.all_gather_into(self.unsharded_params.tensor)
 
-    def _note_holders(self) -> None:
-        """Before a step: whether others look at what it changes, and its gather completes."""
-        gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
-        self._is_aliased = gathers and self.num_holders(num_params=num_params) > 0
-
     def sync_aliases(self) -> None:
-        """After a step: what others hold of whole parameters shows the new values, all of them."""
+        """After a step: if users hold views, waits until these have all new values."""
         if self._is_aliased:
             self._is_aliased = False
             self.wait_for_unshard()
@@ -455,137 +515,75 @@ class Bucket:
         if self._stepping is None:
             return
         with self.comm.recorder.span(Kind.STEP, self.plan.name, is_wait=True):
-            error = self._stepping()  # an interrupt leaves the step to the next who waits
+            error = self._stepping()  # after an interrupt, the next call waits for the step
             self._stepping = None
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self.plan.name} failed: {error}") from error
 
+    def wait_for_update(self) -> None:
+        """Waits for a step in progress and the all-gather after it. Local."""
+        self.wait_for_step()
+        if not self.shards_params:
+            self.wait_for_unshard()
+
+    def wait_for_all_steps(self) -> None:
+        """Waits until a worker has stepped every bucket: its all-gathers precede all others."""
+        self._worker.drain()
+
     def free_zeroed(self) -> None:
-        """Frees the mean gradient where a user has zeroed all of it, unless a worker needs it."""
+        """Frees the main gradient if the user has zeroed all of it, unless a worker needs it."""
         if self._stepping is None:
             self.grads.free_zeroed()
 
-    def wait_for_all_steps(self) -> None:
-        """Waits until a worker has stepped every bucket: its gathers come before any other."""
-        self._worker.drain()
-
-    # ---------------------------------------------------------------- what others do to parameters
+    # ---------------------------------------------------------------- use by the user
 
     def unshard_on_use(self, name: str) -> None:
-        """The guard's call: somebody applies a torch function to parameter `name`."""
+        """Guard of the parameters: a torch function is applied to parameter `name`."""
         if self.shards_params:
             self._unshard_out_of_order(self, name)
         else:
             self.wait_for_unshard()
 
-    def sharded_data(self, index: int) -> Tensor:
-        """What `parameter.data` is of slot `index`: sharded as it rests, or the whole. Local.
+    def _before_data_read(self, index: int) -> None:
+        """Called before the `.data` of slot `index` is returned while it is plain."""
+        if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
+            self._detector.before_data_read(index)
 
-        A gather that is under way before a use is finished and freed, so that what is written here
-        is in the next one; on gloo that waits for its data. The look itself keeps nothing whole.
+    def sharded_data(self, index: int) -> Tensor:
+        """`parameter.data` of slot `index`: sharded, or the unsharded tensor if replicated. Local.
+
+        An all-gather in flight for a later use is finished and freed, so that the next one sends
+        what is written here; on gloo this waits for its data. Nothing is unsharded by this call.
         """
         self.wait_for_update()
         self.reshard()
         if self.phase is Phase.SHARDED:
-            exact = self.shards.master_view(index)
-            part = self._parts.get(index)
-            if part is None:
-                part = self._parts[index] = _RestingPart(self, index)
-            return ShardedTensor.of(part, self.shard_specs[index], "p.data", exact)
+            values = self.shards.master_view(index)
+            shard = self._param_shards.get(index)
+            if shard is None:
+                shard = self._param_shards[index] = _ParamShard(self, index)
+            return ShardedTensor.of(shard, self.shard_specs[index], "p.data", values)
         return data_of(self.parameters[index])
 
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change what `sharded_data` shows of this rank's elements."""
+        """Lets `write` change this rank's elements of `sharded_data` in place."""
         self.wait_for_update()
         self.reshard()
         if self.phase is not Phase.SHARDED:
             raise RuntimeError(
-                f"parameter.data of {self.plan.layout.slots[index].name} was taken while it rested "
-                "as a shard, and is whole at this moment; take parameter.data anew."
+                f"parameter.data of {self.plan.layout.slots[index].name} was read while it was "
+                "sharded, and the parameter is unsharded now; read parameter.data again."
             )
         self.lockstep.before_write()
         self.wait_for_uploads()
         self.lockstep.note_write(self.plan.layout.slots[index].name)
         self.shards.change(index, write)
 
-    def assign_data(self, index: int, values: Tensor) -> None:
-        """`parameter.data = values` of a guarded one, slot `index`. Local.
-
-        `values` have the whole shape, plain or sharded (collective where that is cut at other
-        places), or are this rank's elements, 1-D. Any other shape is a ValueError. Tensors that
-        were `parameter.data` until now keep their values.
-        """
-        self.reshard()  # what was gathered before its use is gathered again
-        slot, cut = self.plan.layout.slots[index], self.shard_specs[index]
-        if isinstance(values, GuardedParameter):
-            values = values.data
-        given = values
-        self._check_dtype(index, values)
-        if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
-            if values.is_view_of(self._parts.get(index)):
-                return  # its own
-            is_own = self.phase is Phase.SHARDED and cut.matches(values.spec)
-            values = values.local if is_own else values.full_tensor()
-        if self.phase is Phase.UNSHARDING:
-            self.wait_for_unshard()
-            self.parameters[index].data = values  # taken when it is released
-            return
-        own = own_elements(values, slot, self.owned(index))
-        if self.is_saved_for_backward and self.num_holders(num_params=0):
-            raise RuntimeError(
-                f"parameter.data of {slot.name} was set between a forward and its backward, which "
-                "needs the values that the forward has used. Set it before the forward, or after "
-                "the backward; where no backward follows, call the module under torch.no_grad()."
-            )
-        self.lockstep.before_write()
-        self.wait_for_uploads()
-        self._note_assigned(index, given)
-        self._detach_view(index)
-        self.shards.assign(index, own)
-
-    def _check_dtype(self, index: int, values: Tensor) -> None:
-        expected = self.orig_dtypes[index]
-        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, expected):
-            name = self.plan.layout.slots[index].name
-            raise ValueError(
-                f"the data set on parameter {name} are {values.dtype}; expected {expected}: a "
-                "parameter that an engine holds keeps its dtype, so that module.half() and the "
-                "like are for a copy: copy.deepcopy(module).half()."
-            )
-
-    def _note_assigned(self, index: int, values: Tensor) -> None:
-        """Until the next pass; what is put back is none, as far as every rank can see alike."""
-        if index not in self._assigned:
-            self._assigned[index] = self._parts.get(index)
-        elif isinstance(values, ShardedTensor) and values.is_view_of(self._assigned[index]):
-            del self._assigned[index]
-
-    def compare_assigned(self) -> None:
-        """As `Schedule.compare_assigned`."""
-        for index in sorted(self._assigned):  # ranks may have done it in different orders
-            self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
-        self._assigned.clear()
-
-    def _detach_view(self, index: int) -> None:
-        """New values come in the place of a slot's: what shows the old ones keeps them."""
-        part = self._parts.pop(index, None)
-        if part is not None:
-            part.leave()
-
-    def _detach_views(self) -> None:
-        for index in list(self._parts):
-            self._detach_view(index)
-
-    def _hand_out(self, index: int) -> None:
-        """Somebody asks for the `.data` of slot `index`, which is plain."""
-        if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
-            self._detector.hand_out(index)
-
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
-        """As slot `index` would be without an engine: in its own class and dtype.
+        """A copy of slot `index` as it would be without an engine: its own class, dtype and memory.
 
-        With values of its own; gathered ones for a file are on the CPU. Collective where it rests
-        as a shard.
+        For a file, full tensors of sharded parameters are on the CPU. Collective if the parameter
+        is sharded.
         """
         parameter, dtype = self.parameters[index], self.orig_dtypes[index]
         try:
@@ -611,22 +609,105 @@ class Bucket:
         return plain
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two parameters, `one` of which is of a bucket, are equal. Collective."""
+        """Whether two parameters, at least one of them of a bucket, are equal. Collective."""
         self.lockstep.barrier("torch.equal of parameters")
         return equal(one, other, self.comm)
 
-    def sync_writes(self) -> None:
-        """Takes what somebody has written to whole parameters, or put in their place, into masters.
+    # ---------------------------------------------------------------- writes by the user
 
-        Data of another shape or dtype is a ValueError; the parameter then shows its own again.
+    def assign_data(self, index: int, values: Tensor) -> None:
+        """Implements `parameter.data = values` of slot `index` while it is guarded. Local.
+
+        Tensors that were `parameter.data` until now keep their values.
+
+        Args:
+            index: The slot.
+            values: Tensor of the full shape, plain or sharded (collective if it is sharded in
+                another way), or this rank's elements, 1-D.
+
+        Raises:
+            ValueError: `values` have another shape or dtype.
+            RuntimeError: The parameter is needed by a backward.
+        """
+        self.reshard()  # a prefetched parameter is unsharded again
+        slot, spec = self.plan.layout.slots[index], self.shard_specs[index]
+        if isinstance(values, GuardedParameter):
+            values = values.data
+        given = values
+        self._check_dtype(index, values)
+        if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
+            if values.is_view_of(self._param_shards.get(index)):
+                return  # unchanged
+            is_own = self.phase is Phase.SHARDED and spec.matches(values.spec)
+            values = values.local if is_own else values.full_tensor()
+        if self.phase is Phase.UNSHARDING:
+            self.wait_for_unshard()
+            self.parameters[index].data = values  # synced by `reshard`
+            return
+        own = own_elements(values, slot, self.owned(index))
+        if self.is_saved_for_backward and self.num_holders(num_params=0):
+            raise RuntimeError(
+                f"parameter.data of {slot.name} was set between a forward and its backward, which "
+                "needs the values that the forward used. Set it before the forward or after the "
+                "backward; if no backward follows, call the module under torch.no_grad()."
+            )
+        self.lockstep.before_write()
+        self.wait_for_uploads()
+        self._note_assigned(index, given)
+        self._detach_view(index)
+        self.shards.assign(index, own)
+
+    def _check_dtype(self, index: int, values: Tensor) -> None:
+        expected = self.orig_dtypes[index]
+        if values.dtype not in (self.plan.dtype, self.plan.master_dtype, expected):
+            name = self.plan.layout.slots[index].name
+            raise ValueError(
+                f"the data set on parameter {name} has dtype {values.dtype}; expected {expected}. "
+                "A parameter keeps its dtype while an engine holds it; convert a copy instead: "
+                "copy.deepcopy(module).half()."
+            )
+
+    def _note_assigned(self, index: int, values: Tensor) -> None:
+        """Notes an assignment to `.data` until the next pass.
+
+        Assigning the former `.data` again removes the note, if every rank can see that it is the
+        same.
+        """
+        if index not in self._assigned:
+            self._assigned[index] = self._param_shards.get(index)
+        elif isinstance(values, ShardedTensor) and values.is_view_of(self._assigned[index]):
+            del self._assigned[index]
+
+    def compare_assigned(self) -> None:
+        """As `Schedule.compare_assigned`."""
+        for index in sorted(self._assigned):  # ranks may have assigned them in different orders
+            self.lockstep.note(f"parameter.data of {self.plan.layout.slots[index].name}")
+        self._assigned.clear()
+
+    def _detach_view(self, index: int) -> None:
+        """Before slot `index` gets new values: its former `.data` keeps the old ones."""
+        shard = self._param_shards.pop(index, None)
+        if shard is not None:
+            shard.detach()
+
+    def _detach_views(self) -> None:
+        for index in list(self._param_shards):
+            self._detach_view(index)
+
+    def sync_writes(self) -> None:
+        """Syncs the user's writes to unsharded parameters, and replaced `.data`, into the masters.
+
+        Raises:
+            ValueError: Replaced data has another shape or dtype; the parameter then has its own
+                again.
         """
         self.detect_writes()
         self.shards.sync_writes()
 
     def detect_writes(self) -> None:
-        """Takes what `sync_writes` does, where it can be seen without a look at values.
+        """As `sync_writes`, but only writes that are detected without reading values.
 
-        `parameter.data = other` is how torch's pruning and others give new values.
+        Torch's pruning, for example, writes by `parameter.data = other`.
         """
         if self.phase is not Phase.UNSHARDED or self.masters.has_views_installed:
             return
@@ -642,10 +723,10 @@ class Bucket:
             raise error
 
     def _sync_replaced(self) -> tuple[list[int], ValueError | None]:
-        """Copies what was assigned to `parameter.data` into the whole buffer; which slots.
+        """Copies replaced `.data` into the unsharded buffer; returns its slots and the first error.
 
-        Whoever holds a view of the old values keeps them. The parameters show the buffer then, also
-        those whose new data is of another shape or dtype, which is an error.
+        Tensors that are views of the old values keep them. All parameters point at the buffer then,
+        including those with data of another shape or dtype, which is the error.
         """
         replaced = self._detector.replaced(self.unsharded_params.views)
         if not replaced:
@@ -656,42 +737,36 @@ class Bucket:
             self.unsharded_params.replace_memory(copies=True)
             self.shards.rebind_to_unsharded(old)
         set_plain_data(self.parameters, self.unsharded_params.views)
-        taken, error = [], None
-        for index, one in values.items():
+        synced, error = [], None
+        for index, data in values.items():
             try:
-                whole = require_full_shape(one, self.plan.layout.slots[index])
-                self._check_dtype(index, whole)
+                full = require_full_shape(data, self.plan.layout.slots[index])
+                self._check_dtype(index, full)
             except ValueError as refused:
                 error = error or refused
                 continue
-            self.unsharded_params.views[index].copy_(whole)
-            taken.append(index)
-        return taken, error
+            self.unsharded_params.views[index].copy_(full)
+            synced.append(index)
+        return synced, error
 
     # ---------------------------------------------------------------- failures
 
-    def discard_unsharded(self) -> None:
-        """As `reshard`, without taking what was written to the whole."""
-        if self.shards_params and self.is_unsharded and not self.num_pins:
-            self.wait_for_unshard()
-            self.enter_idle_phase()
-
     def undo_step(self) -> None:
-        """Back to rest after an optimizer that failed in its step."""
+        """Returns to the idle phase after an optimizer failed in its step."""
         try:
             self.wait_for_step()
         except RuntimeError as error:
-            warnings.warn(f"{error}; its parameters may be stepped in part.", stacklevel=2)
+            warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
         if self.phase is Phase.STEP:
             self.masters.leave_step(is_changed=True)
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
     def cancel_unshard(self, *, is_lost: bool) -> None:
-        """Forgets a gather whose group is gone.
+        """Cancels an all-gather whose group is gone.
 
-        `is_lost`: no gather can complete the parameters any more, which stay guarded. Else
-        `unshard_again` follows: one gather on every rank, whatever each was waiting for.
+        `is_lost`: no all-gather can complete the parameters any more; they stay guarded. Otherwise
+        `unshard_again` follows: one all-gather on every rank, in whichever state each rank was.
         """
         if self.phase is not Phase.UNSHARDING:
             return
@@ -700,55 +775,58 @@ class Bucket:
             self.num_pins = 0
             self.enter_idle_phase()
         elif not is_lost:
-            self._enter(Phase.UNSHARDED)
+            self._set_phase(Phase.UNSHARDED)
 
     def unshard_again(self) -> None:
-        """Gathers stepped parameters anew after `cancel_unshard`. Collective."""
+        """All-gathers stepped parameters again after `cancel_unshard`. Collective."""
         if self.plan.stage.all_gathers_after_step:
-            self.wait_for_unshard()  # one that `undo_step` has issued
+            self.wait_for_unshard()  # an all-gather that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
 
 
-# The transforms of torch.func, the innermost last; None: none.
-_transforms_under_way: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
+# Active transforms of torch.func, the innermost last; None if there are none.
+_active_transforms: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
 
 
 def _differentiates() -> bool:
     kinds = torch._C._functorch.TransformType
-    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _transforms_under_way() or ())
+    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _active_transforms() or ())
 
 
-class _RestingPart:
-    """This rank's elements of one parameter that rests as a shard, or that were so once."""
+class _ParamShard:
+    """This rank's elements of one sharded parameter; a copy after the parameter got new values.
+
+    Implements `LocalShard` of tensors/shard_spec.py.
+    """
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket = bucket
         self._index = index
-        self._kept: Tensor | None = None  # 1-D; what they were when others took their place
+        self._old_values: Tensor | None = None  # 1-D; None while the parameter has these values
 
     def read(self) -> Tensor:
-        if self._kept is not None:
-            return self._kept
+        if self._old_values is not None:
+            return self._old_values
         self._bucket.wait_for_update()
         return self._bucket.shards.values(self._index).detach()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        if self._kept is not None:
-            write(self._kept)
+        if self._old_values is not None:
+            write(self._old_values)
         else:
             self._bucket.change_sharded_data(self._index, write)
 
-    def leave(self) -> None:
-        """Keeps a copy of what it shows."""
-        self._kept = self.read().clone()
+    def detach(self) -> None:
+        """Keeps a copy of the present values."""
+        self._old_values = self.read().clone()
 
     @property
     def version(self) -> int:
-        if self._kept is not None:
-            return self._kept._version
-        self._bucket.wait_for_step()  # it counts in a worker
+        if self._old_values is not None:
+            return self._old_values._version
+        self._bucket.wait_for_step()  # a worker may increment the counters
         shards = self._bucket.shards
         return shards.num_writes + shards.num_slot_writes[self._index]
 
@@ -758,19 +836,18 @@ class _RestingPart:
 
 
 class Masters:
-    """All elements of one bucket in full precision, this rank's or whole.
+    """The elements of one bucket in full precision: own or all of them.
 
-    Where there is no master, these are the parameters themselves.
+    If there is no master, they are the parameters themselves.
     """
 
     def __init__(self, bucket: Bucket) -> None:
-        self.has_views_installed = (
-            False  # the parameters point at what `install_views` was given, to be written to
-        )
+        self.has_views_installed = False  # the user may write to the views of `install_views`
         self._bucket = bucket
         self._shards = bucket.shards
-        self._stepped: Tensor | None = None  # 1-D, own part, master dtype; inside a step
-        self._hidden: list[Tensor | None] | None = None  # `.grad` of all, inside a step without
+        self._stepped: Tensor | None = None  # 1-D, own elements, master dtype; inside a step
+        # `.grad` of all parameters, inside a step without gradients.
+        self._saved_grads: list[Tensor | None] | None = None
 
     # ---------------------------------------------------------------- this rank's elements
 
@@ -780,13 +857,13 @@ class Masters:
         return store.fetch(0, store.numel)
 
     def shard_views(self) -> list[Tensor]:
-        """By slot, the elements `owned(index)` in full precision: 1-D, to be read before a step.
+        """Own elements in full precision, by slot: 1-D, to be read before the next step.
 
-        Views of memory, or LazyTensors where the shard rests in a file. Local, but for a gather
-        under way, which is waited for.
+        Views of memory, or LazyTensors if the shard is in a file. Local, but waits for an
+        all-gather in flight.
         """
         store = self._store()
-        return [store.view(part.start, part.stop) for part in self._shards.own_ranges]
+        return [store.view(own.start, own.stop) for own in self._shards.own_ranges]
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
@@ -795,34 +872,34 @@ class Masters:
         return self._shards.master_or_param
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
-        """Takes new values for masters and parameters, each rank its own elements. Collective.
+        """Writes new values to masters and parameters, each rank its own elements. Collective.
 
-        `read`, given a slot and the elements `owned` of it, returns those, in any floating dtype,
-        or None to leave the slot as it is. The same slots on every rank.
+        `read`, called with a slot and its elements `owned`, returns their values in any floating
+        dtype, or None to leave the slot as it is. Every rank must load the same slots.
         """
-        exact = self.fetch()
+        shard = self.fetch()
         with torch.no_grad():
-            for index, part in enumerate(self._shards.split_by_slot(exact)):
+            for index, part in enumerate(self._shards.split_by_slot(shard)):
                 values = read(index, self._bucket.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
-            self.store(exact)
+            self.store(shard)
 
-    def store(self, exact: Tensor) -> None:
-        """Takes what has become of `fetch()`; parameters follow, whole ones too. Collective."""
+    def store(self, shard: Tensor) -> None:
+        """Writes back the tensor of `fetch()`; all parameters follow it. Collective."""
         bucket = self._bucket
         bucket.wait_for_uploads()
         bucket.fingerprints = None
         with torch.no_grad():
-            self._shards.store_master(exact)
-            bucket.reshard()  # ranks may differ in what a forward has left whole
+            self._shards.store_master(shard)
+            bucket.reshard()  # ranks may differ in what a forward has left unsharded
             if bucket.is_unsharded and not bucket.replicates_optim:
                 bucket.all_gather_params().wait()
 
-    # ---------------------------------------------------------------- whole
+    # ---------------------------------------------------------------- all elements
 
     def full_tensors(self) -> list[Tensor]:
-        """By slot, all elements in full precision, n-D, to be read at once. Collective."""
+        """All elements of each slot in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
         bucket.wait_for_unshard()
         bucket.sync_writes()
@@ -831,24 +908,24 @@ class Masters:
         return self.all_gather().views
 
     def all_gather(self) -> FlatBuffer:
-        """A new buffer with all elements in full precision, on every rank. Collective; waits."""
+        """All elements in full precision in a new buffer, on every rank. Collective; waits."""
         return self.all_gather_values(self.fetch())
 
     def all_gather_values(self, part: Tensor) -> FlatBuffer:
-        """A new buffer from every rank's `part`: 1-D and laid out as the master. Collective."""
+        """A new buffer with every rank's `part`: 1-D, laid out as the master. Collective."""
         bucket = self._bucket
-        bucket.wait_for_all_steps()  # their gathers and this one must have one order on all ranks
+        bucket.wait_for_all_steps()  # their all-gathers come first on all ranks
         with torch.no_grad():
-            exact = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
-            self._shards.own_slice_of(exact).copy_(part)
+            buffer = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
+            self._shards.own_slice_of(buffer).copy_(part)
             if not bucket.replicates_optim:
-                bucket.all_gather_into(exact.tensor).wait()
-        return exact
+                bucket.all_gather_into(buffer.tensor).wait()
+        return buffer
 
     def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
-        """By slot, whole n-D optimizer states from every rank's slices. Collective.
+        """Full n-D optimizer states, by slot, from every rank's slices. Collective.
 
-        Those are 1-D as `slice_state` made them, by slot; None counts as zeros.
+        `slices`: by slot, 1-D as `Shards.slice_state` makes them; None counts as zeros.
         """
         bucket = self._bucket
         dtype = next((part.dtype for part in slices if part is not None), bucket.plan.master_dtype)
@@ -858,19 +935,19 @@ class Masters:
                 target.copy_(part.reshape(-1))
         return self.all_gather_values(joined).views
 
-    def broadcast_from(self, exact: FlatBuffer, from_rank: int = 0) -> None:
-        """Takes one rank's values of `exact` into all masters and parameters. Collective."""
+    def broadcast_from(self, values: FlatBuffer, from_rank: int = 0) -> None:
+        """Copies `values` of `from_rank` to all masters and parameters. Collective."""
         bucket = self._bucket
         bucket.fingerprints = None
-        bucket.comm.broadcast_(exact.tensor, from_rank)
+        bucket.comm.broadcast_(values.tensor, from_rank)
         with torch.no_grad():
             bucket.wait_for_uploads()
-            self._shards.store_master(self._shards.own_slice_of(exact))
+            self._shards.store_master(self._shards.own_slice_of(values))
             if bucket.unsharded_params.is_allocated:
-                bucket.unsharded_params.tensor.copy_(exact.tensor)
+                bucket.unsharded_params.tensor.copy_(values.tensor)
         self._shards.mark_written()
 
-    # ---------------------------------------------------------------- shown
+    # ---------------------------------------------------------------- views for the user
 
     def install_views(self, views: Sequence[Tensor]) -> None:
         """Points the parameters at `views`, by slot, plain, until `uninstall_views`."""
@@ -880,35 +957,36 @@ class Masters:
         set_plain_data(self._bucket.parameters, views)
 
     def install_own_views(self) -> Tensor:
-        """Points the parameters at parts of `fetch()`, by slot, until `uninstall_views`; returns it.
+        """Points the parameters at slices of `fetch()`, until `uninstall_views`; returns `fetch()`.
 
-        Where they are written to, `store` must follow.
+        If they are written, `store` must follow.
         """
-        exact = self.fetch()
+        shard = self.fetch()
         self._bucket.wait_for_uploads()
-        self.install_views(self._shards.split_by_slot(exact))
-        return exact
+        self.install_views(self._shards.split_by_slot(shard))
+        return shard
 
     def uninstall_views(self) -> None:
+        """Points the parameters where they pointed before `install_views`."""
         self._bucket.num_pins -= 1
         self.has_views_installed = False
         self._bucket.restore_data_pointers()
 
-    # ---------------------------------------------------------------- stepped all at once
+    # ---------------------------------------------------------------- a step of all slots at once
 
     def enter_step(self, *, has_grads: bool = True) -> None:
-        """Points parameters at their masters and `.grad` at their reduced gradients, if wanted.
+        """Points parameters at their masters, and `.grad` at the main gradients.
 
-        Else it is None, and what it was again after `leave_step`. For optimizers that step all
-        slices in one call: a master that rests in a file is in memory until then.
+        For optimizers that step all slices in one call. A master that is in a file is read into
+        memory until `leave_step`. Without `has_grads`, `.grad` is None until then.
         """
         bucket = self._bucket
         bucket.wait_for_unshard()
         bucket.sync_writes()
-        bucket._note_holders()
+        bucket._check_aliases()
         bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
-        self._hidden = None if has_grads else bucket.grads.param_grads()
+        self._saved_grads = None if has_grads else bucket.grads.param_grads()
         if has_grads:
             grads = bucket.grads.fetch_all(bucket.plan.master_dtype)
         bucket.wait_for_uploads()
@@ -921,7 +999,7 @@ class Masters:
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
     def leave_step(self, *, is_changed: bool) -> None:
-        """Points everything back, casts changed masters to parameters and issues their gather."""
+        """Points everything back; casts changed masters and issues their all-gather. Collective."""
         bucket = self._bucket
         for parameter in bucket.parameters:
             parameter.grad = None
@@ -933,7 +1011,7 @@ class Masters:
             self._shards.store_master(self._stepped)
         self._stepped = None
         bucket.enter_idle_phase()
-        hidden, self._hidden = self._hidden, None
+        hidden, self._saved_grads = self._saved_grads, None
         if hidden is None:
             bucket.grads.set_param_grads()
         else:
@@ -944,5 +1022,5 @@ class Masters:
 
 
 def bucket_of(placement: Placement) -> Bucket:
-    """Where an engine, or an average, holds a parameter."""
+    """The bucket of an engine, or of an average, that holds a parameter."""
     return cast("Bucket", placement.bucket)

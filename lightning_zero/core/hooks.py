@@ -1,22 +1,22 @@
-"""Hooks on a module and its parameters: where training tells what it is about to use.
+"""Hooks on a module and its parameters, which call the schedule before and after each use.
 
-[Note: Graphs end at hooks] The schedule's hooks are no part of a compiled graph: one that runs into
-a hook ends there and another one begins behind it. So a whole module in one graph has one for each
-unit, and compiled blocks are not cut. A graph must see plain parameters: it is compiled for their
-class, and a guarded one, whose gather is still under way, would have it compiled again. Units are
-whole by then; what is gathered after a step is waited for before a compiled module begins.
+[Note: Graphs end at hooks] The schedule's hooks are not part of a compiled graph: a graph ends at a
+hook, and another one begins after it. So a fully compiled module has one graph for each unit, and
+compiled blocks are not split. A graph must see plain parameters: it is compiled for their class,
+and a guarded parameter, whose all-gather is in flight, would trigger a recompilation. Units are
+unsharded by then; all-gathers after a step are waited for before a compiled module begins.
 
-[Note: What a hook may trust] A copy of a module takes our hooks along, so each looks whether it is
-called for its own. Backward enters a unit through the outputs that can be seen, and through inputs
-that it has written to; what hides tensors is kept whole. It has left the unit when all inputs have
-their gradients; a leaf has its gradient before the unit's last nodes have run, and tells nothing.
-Where one call's output is the next one's input, backward enters the former before it leaves the
-latter. Graphs of torch.compile end at our hooks.
+[Note: When backward enters and leaves a unit] A copy of a module has copies of our hooks, so each
+hook checks whether it is called for its own module. Backward enters a unit through the outputs that
+the hook can see, and through inputs that the unit has written to; a unit whose output type may hide
+tensors stays unsharded. Backward has left the unit when all inputs have their gradients; a leaf
+gets its gradient before the unit's last nodes have run, so it is not counted. Where one call's
+output is the next call's input, backward enters the former before it leaves the latter.
 
-A hook of a tensor sits on the node of the graph that has made the tensor. Where somebody writes to
-a view, autograd leaves out the node of the view and goes from the write to the node of its base. So
-a view has a hook on its base, too, and whichever is reached first counts. A node that was there
-before the call leads to nothing of the unit.
+A hook of a tensor is attached to the node of the graph that made the tensor. After a write to a
+view, autograd skips the node of the view and goes from the write to the node of its base. So a view
+also has a hook on its base, and the first of the two counts. A node that existed before the call
+does not belong to the unit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = ["Hooks"]
 
-# Of a module, by the number of a hook.
+# Attributes of a module that hold hooks by number.
 _HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
@@ -51,19 +51,20 @@ _HOOKS = (
     "_forward_hooks_always_called",
     "_state_dict_hooks",
 )
-_METHODS = ("__reduce_ex__", "__deepcopy__")  # of a module itself, in the place of its class's
+_METHODS = ("__reduce_ex__", "__deepcopy__")  # set on the module itself, instead of its class's
 _PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Hooks:
-    """All hooks of one engine, until `detach`. See [Note: What a hook may trust]."""
+    """All hooks of one engine, until `detach`."""
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], schedule: Schedule) -> None:
         self._module = module
         self._buckets = buckets
         self._schedule = schedule
         self._handles: list[Any] = []
-        self._handled: BaseException | None = None  # when the module was called
+        # The exception that was being handled when the module was called.
+        self._handled: BaseException | None = None
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
         add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
@@ -90,11 +91,12 @@ class Hooks:
                 if parameter.is_floating_point():
                     hook = partial(schedule.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
-                    parameter.requires_grad_(True)  # torch registers on these only
+                    parameter.requires_grad_(True)  # torch requires it for registering the hook
                     add(parameter.register_post_accumulate_grad_hook(hook))
                     parameter.requires_grad_(was_trained)
 
     def detach(self) -> None:
+        """Removes all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -103,8 +105,8 @@ class Hooks:
                 vars(part).pop(name, None)
 
     def _reduce(self, module: nn.Module, protocol: Any) -> Any:
-        """What copies and pickles of `module` are made of: nothing of ours is in it."""
-        with self._without_ours(module):
+        """The reduced form of `module` for copies and pickles, without the engine's attributes."""
+        with self._without_engine_attributes(module):
             reduced = type(module).__reduce_ex__(module, protocol)
             if not isinstance(reduced, tuple):
                 return reduced
@@ -113,13 +115,13 @@ class Hooks:
             return tuple(dict(part) if part is own else part for part in reduced)
 
     def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> Any:
-        """The deep copy that the class of `module` makes by itself."""
-        with self._without_ours(module):
+        """The deep copy that the class of `module` makes itself."""
+        with self._without_engine_attributes(module):
             return cast("Any", type(module)).__deepcopy__(module, memo)
 
     @contextmanager
-    def _without_ours(self, module: nn.Module) -> Iterator[None]:
-        """Inside, `module` has the attributes that it has without an engine."""
+    def _without_engine_attributes(self, module: nn.Module) -> Iterator[None]:
+        """Context in which `module` has the attributes that it has without an engine."""
         attributes = vars(module)
         held = dict(attributes)
         for name in _METHODS:
@@ -137,22 +139,26 @@ class Hooks:
             attributes.update(taken)
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
+        """Hook of the root module: begins a forward."""
         if module is self._module:
             self._handled = sys.exc_info()[1]
             self._schedule.open()
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Hook of the root module: ends a forward."""
         if module is self._module:
-            # torch calls this after an exception too, with no output, while it is being handled.
+            # torch also calls this while an exception is being handled, without an output.
             error = sys.exc_info()[1] if output is None else None
             if error is self._handled:
-                error = None  # a caller is handling it all the while
+                error = None  # a caller was handling it before this call
             self._handled = None
             self._schedule.root_post_forward(has_failed=error is not None)
             if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
     def _pre_forward(self, unit: Unit) -> Callable[..., None]:
+        """A hook that unshards `unit` and watches its inputs."""
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
@@ -160,10 +166,10 @@ class Hooks:
             call = Call()
             unit.calls.append(call)
             if torch.is_grad_enabled() and not unit.stays_unsharded:
-                given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                call.given = [(tensor, tensor.grad_fn) for tensor in given]
-                inputs = [tensor for tensor, node in call.given if node is not None]
-                call.old_nodes = {seen.grad_fn for t in inputs for seen in _with_base(t)}
+                tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+                call.tensor_args = [(tensor, tensor.grad_fn) for tensor in tensors]
+                inputs = [tensor for tensor, node in call.tensor_args if node is not None]
+                call.prior_nodes = {seen.grad_fn for t in inputs for seen in _with_base(t)}
                 if inputs:
                     unit.num_awaited += 1
                     self._watch_inputs(unit, call, inputs)
@@ -171,10 +177,12 @@ class Hooks:
         return hook
 
     def _post_forward(self, unit: Unit) -> Callable[..., None]:
+        """A hook that watches the outputs of `unit` and reshards it."""
+
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             if module is not unit.module:
                 return
-            call = unit.calls.pop() if unit.calls else Call()  # none: an earlier hook has failed
+            call = unit.calls.pop() if unit.calls else Call()  # empty if an earlier hook failed
             leaves = tree_leaves(output)
             if any(isinstance(leaf, Tensor) and unit.aliases(leaf) for leaf in leaves):
                 self._schedule.keep_unsharded(
@@ -182,19 +190,19 @@ class Hooks:
                 )
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
-            call.forget_given()
+            call.release_args()
             self._schedule.post_forward(unit)
 
         return hook
 
     def _watch_inputs(self, unit: Unit, call: Call, inputs: Sequence[Tensor]) -> None:
-        """Tells when all gradients of `inputs` are there.
+        """Calls `post_backward` when all gradients of `inputs` have arrived.
 
-        Not by torch's hook for several tensors: it holds the nodes of the graph that hold it, so
-        that no graph would ever go. Where a backward leaves one of them out, it is not told.
+        torch's hook for several tensors would keep the graph alive: it holds the nodes that hold
+        it. If a backward leaves out one of the inputs, `post_backward` is not called.
         """
         by_key = {id(tensor): tensor for tensor in inputs}
-        call.inputs = frozenset(by_key)
+        call.input_keys = frozenset(by_key)
         call.awaited = set(by_key)
 
         def arrived(key: int, _: Tensor) -> None:
@@ -208,25 +216,25 @@ class Hooks:
                 seen.register_hook(partial(arrived, key))
 
     def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
-        """Tells when backward comes to one of `leaves`, or to what the call has written to."""
+        """Calls `pre_backward` when backward reaches one of `leaves`, or a written argument."""
 
-        def enters(_: Tensor) -> None:
+        def on_reached(_: Tensor) -> None:
             self._schedule.pre_backward(unit, call)
 
         outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
-        outputs += [tensor for tensor, node in call.given if tensor.grad_fn is not node]
+        outputs += [tensor for tensor, node in call.tensor_args if tensor.grad_fn is not node]
         for tensor in outputs:
             for seen in _with_base(tensor):
-                if seen.grad_fn not in call.old_nodes:
-                    seen.register_hook(enters)
+                if seen.grad_fn not in call.prior_nodes:
+                    seen.register_hook(on_reached)
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
         if hidden is not None:
-            reason = f"module {unit.name} returns a {hidden}, which may hide tensors"
+            reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
             self._schedule.keep_unsharded(unit, reason)
 
 
 def _with_base(tensor: Tensor) -> Iterator[Tensor]:
-    """`tensor`, and what it is a view of, if that has a node in the graph."""
+    """Yields `tensor`, and its base if it is a view of a tensor with a node in the graph."""
     yield tensor
     base = tensor._base
     if base is not None and base.grad_fn is not None:
@@ -234,7 +242,7 @@ def _with_base(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:
-    """Waits for gathers after the last step, which a graph would not."""
+    """A hook that waits for the all-gathers of the last step, which a graph would not do."""
     inside = set(compiled.parameters())
     waited_for = [
         bucket
@@ -251,7 +259,7 @@ def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable
 
 
 def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Gathers what rests as shards: a state dict is a plain one. Collective between steps."""
+    """Replaces sharded tensors by full tensors in a state dict. Collective between steps."""
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, ShardedTensor) and parameter is not None:

@@ -1,7 +1,8 @@
-"""Reductions of one backward: what is reduced, and the mean that is shown at its end.
+"""Reductions of one backward: which buckets are reduced, and the mean in `.grad` at its end.
 
-In which order is decided in layout/order.py: as soon as a bucket has its last gradient where the
-ranks have agreed on that before, and the rest when they have agreed on what anybody touched.
+layout/order.py decides in which order. A bucket that all ranks have agreed on is reduced as soon as
+it has its last gradient. The others are reduced at the end, when the ranks have agreed on which
+parameters have gradients on any rank.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ from lightning_zero.layout.order import CollectiveOrder
 
 __all__ = ["Reducer"]
 
-_MOST_KNOWN = 1000  # ways in which parameters take turns at training
+_MAX_TRAINABLE_SETS = 1000  # sets of trainable parameters that are remembered
 Trainable = tuple[bool, ...]  # `requires_grad` of every parameter, in layout order
 
 
 class Reducer:
-    """The gradients of one engine, from the first of a backward to the mean."""
+    """Reduces the gradients of one engine, from the first gradient of a backward to the mean.
+
+    Attributes:
+        ends_step: Whether the next backward, or the one in progress, is of the last micro-batch.
+        in_flight: Bucket whose reduction is in flight.
+        has_stepped: Whether an optimizer has stepped since the last backward.
+        is_mid_step: Whether the last backward ended no step, and its means have not been needed
+            since: gradients are local, or averaged over the shard group only.
+    """
 
     def __init__(
         self,
@@ -36,45 +45,42 @@ class Reducer:
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
-        self._is_open = False  # a backward is under way on this rank
+        self._is_in_backward = False  # on this rank
         self._trainable: Trainable = ()  # in this backward
-        # The backward that comes, or is under way, is that of the last micro-batch.
         self.ends_step = True
-        self._sequence = list(reversed(self._buckets))  # of reductions where there is no plan
+        self._sequence = list(reversed(self._buckets))  # of reductions without a recorded schedule
         self._is_sequence_agreed = False
-        self._arrived: list[Bucket] = []  # order of completion in this backward
-        self._reduced: set[Bucket] = set()  # in this backward, also before this rank came to it
-        # What the last agreed backward touched, by what was trainable in it (GANs take turns).
+        self._completed: list[Bucket] = []  # in this backward, in this order
+        self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
+        # Slots with gradients in the last backward, by trainable set: GANs train two in turn.
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
-        self.under_way: Bucket | None = None  # whose reduction is
-        self.has_stepped = False  # an optimizer has, since the last backward
-        # The last backward ends no step, and nobody has asked for its means since: they are local,
-        # or the group's.
+        self.in_flight: Bucket | None = None
+        self.has_stepped = False
         self.is_mid_step = False
 
     def step_order(self) -> Sequence[Bucket]:
         """The order in which the next forward needs the buckets, the same on every rank.
 
-        Backward completes them from the end of the forward on.
+        It is the reverse of the order in which backward completes them.
         """
         return list(reversed(self._sequence))
 
     @property
     def reduces(self) -> bool:
-        """The backward ends in reductions."""
+        """Whether the backward ends in reductions."""
         return self.ends_step or self._config.states.reduces_every_backward
 
     def trainable(self) -> Trainable:
-        """What is trained at this moment."""
-        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        """`requires_grad` of every parameter, in layout order."""
+        with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
             return tuple([p.requires_grad for bucket in self._buckets for p in bucket.parameters])
 
     # ---------------------------------------------------------------- one backward
 
     def begin(self, trainable: Trainable) -> None:
-        """Before a backward: what is reduced is out of autograd's sight."""
-        self._is_open, self.has_stepped = True, False
-        self._arrived = []
+        """Before a backward: detaches reduced gradients from `.grad`. Local."""
+        self._is_in_backward, self.has_stepped = True, False
+        self._completed = []
         self._trainable = trainable
         touched = self._touched.get(self._trainable, {})
         outlives_backward = not self.reduces
@@ -83,26 +89,26 @@ class Reducer:
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
 
     def eager(self, trainable: Trainable) -> list[int]:
-        """Buckets that every rank reduces in a backward without a plan, in this order."""
+        """Numbers of the buckets that every rank reduces during backward, in this order."""
         touched = self._touched.get(trainable)
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
 
     def complete(self, bucket: Bucket) -> None:
-        """`bucket` has all its gradients: it is reduced, when those before it in the order are."""
-        self._arrived.append(bucket)
+        """Marks `bucket` as complete: it is reduced when the collective order comes to it."""
+        self._completed.append(bucket)
         if self.reduces:
             self._order.mark_ready(self._numbers[bucket])
 
     def end(self) -> None:
-        """After a backward: means are there, or what is local is shown. Collective."""
+        """After a backward: completes the means, or sets `.grad` to local gradients. Collective."""
         if self.reduces:
-            if len(self._touched) > _MOST_KNOWN:  # each step trains something else
+            if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
-            self._touched[self._trainable] = self._reduce_the_rest(completes=self.ends_step)
+            self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
         else:
             for bucket in self._buckets:
-                bucket.grads.set_param_grads()  # means of earlier backwards, which this one has not touched
-        self._is_open = False
+                bucket.grads.set_param_grads()  # means of earlier backwards, unchanged by this one
+        self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
@@ -110,21 +116,21 @@ class Reducer:
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
         self._comm.free_scratch()
-        self._touched.clear()  # perhaps not on all ranks the same
-        self.under_way = None
+        self._touched.clear()  # ranks may differ
+        self.in_flight = None
         self._reduced = set()
-        self._is_open = self.is_mid_step = False
+        self._is_in_backward = self.is_mid_step = False
 
     def recover(self) -> None:
-        """When all ranks have come together again: what they agreed on may not be alike."""
+        """After ranks have regrouped: the agreed order may differ between them."""
         self._is_sequence_agreed = False
         self._sequence = list(reversed(self._buckets))
 
     # ---------------------------------------------------------------- one bucket
 
     def reduce(self, bucket: Bucket) -> None:
-        """Issues the reduction of `bucket`, with what there is. Collective."""
-        if self._is_open:
+        """Issues the reduction of `bucket` with the available gradients. Collective."""
+        if self._is_in_backward:
             self._reduce(bucket)
         else:
             bucket.grads.reduce_zeros(averages=self.ends_step and self._config.overlap_comm)
@@ -134,33 +140,33 @@ class Reducer:
         self.finish()
         bucket.grads.reduce()
         self._reduced.add(bucket)
-        self.under_way = bucket
+        self.in_flight = bucket
         if not self._config.overlap_comm:
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the reduction under way."""
-        if self.under_way is None:
+        """Waits for the reduction in flight."""
+        if self.in_flight is None:
             return
-        self.under_way.grads.wait_for_reduction()
+        self.in_flight.grads.wait_for_reduction()
         if self.ends_step and self._config.overlap_comm:
-            self.under_way.grads.issue_average()
-        self.under_way = None
+            self.in_flight.grads.issue_average()
+        self.in_flight = None
 
-    # ---------------------------------------------------------------- the rest
+    # ---------------------------------------------------------------- end of backward, and step
 
     def _mask(self) -> bytes:
-        """By bucket, what came late and what is this group's; by slot, what was touched."""
+        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot."""
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
         return bytes([*late, *partial, *own])
 
-    def _reduce_the_rest(self, *, completes: bool) -> dict[Bucket, list[bool]]:
-        """Agrees on what anybody touched, by slot, and reduces what has not been. Collective.
+    def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
+        """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
 
-        `completes`: average over replicas, too: no further micro-batch will follow.
+        Collective. `completes`: also averages over replicas; no further micro-batch will follow.
         """
         buckets = self._buckets
         mask = [bool(flag) for flag in self._order.finalize_backward(self._mask, self.finish)]
@@ -172,10 +178,10 @@ class Reducer:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
         reduced = set(self._reduced)
-        rest = [b for b in self._sequence if b not in reduced and any(touched[b])]
-        rest += [bucket for bucket in self._sequence if is_late[bucket]]
-        self._order.conclude_backward(is_complete=not rest)
-        for bucket in rest:
+        remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
+        remaining += [bucket for bucket in self._sequence if is_late[bucket]]
+        self._order.conclude_backward(is_complete=not remaining)
+        for bucket in remaining:
             self._reduce(bucket)
         self.finish()
         for bucket in self._sequence:
@@ -187,31 +193,32 @@ class Reducer:
         return touched
 
     def _agree_on_sequence(self) -> None:
-        """Fixes the order of reductions once, to that in which rank 0's gradients were complete."""
+        """Fixes the order of reductions once: rank 0's order of completion. Collective."""
         if not self._is_sequence_agreed and self.ends_step:
-            mine = [self._numbers[bucket] for bucket in dict.fromkeys(self._arrived)]
-            first = [self._buckets[index] for index in self._comm.control.broadcast_object(mine)]
-            rest = [bucket for bucket in self._sequence if bucket not in first]
-            self._sequence = first + rest
+            own = [self._numbers[bucket] for bucket in dict.fromkeys(self._completed)]
+            first = [self._buckets[index] for index in self._comm.control.broadcast_object(own)]
+            others = [bucket for bucket in self._sequence if bucket not in first]
+            self._sequence = first + others
             self._is_sequence_agreed = True
 
     def before_step(self) -> None:
-        """Before an optimizer's step: means are there. Collective."""
+        """Before an optimizer's step: completes the means. Collective."""
         self.reduce_local()
-        self._order.close_pass("a step of the optimizer")  # others may still gather what it changes
+        # Other ranks may still all-gather the parameters that the step changes.
+        self._order.close_pass("a step of the optimizer")
         self._order.note("a step of the optimizer")
         self.has_stepped = True
 
     def reduce_local(self) -> None:
-        """Reduces what earlier backwards left local, before somebody needs the mean. Collective."""
+        """Completes the means after backwards that left gradients local or partial. Collective."""
         if not self.is_mid_step:
             return
         if not self._config.states.reduces_every_backward:
             for bucket in self._buckets:
-                bucket.grads.prepare(outlives_backward=False)  # what was zeroed is not reduced
+                bucket.grads.prepare(outlives_backward=False)  # zeroed gradients are not reduced
             self._reduced = set()
             self.ends_step = True
-            self._reduce_the_rest(completes=True)
+            self._reduce_remaining(completes=True)
             self._comm.free_scratch()
         elif self._comm.mesh.num_replicas > 1:
             mask = self._order.finalize_backward(self._mask, self.finish)
@@ -223,7 +230,7 @@ class Reducer:
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:
-    """Touched in the last such backward; trainable where there was none yet."""
+    """Whether `bucket` had gradients in the last such backward; if there was none, is trainable."""
     if touched is None:
         return any(parameter.requires_grad for parameter in bucket.parameters)
     return any(touched[bucket])

@@ -1,30 +1,31 @@
-"""Time: which bucket is gathered, released and reduced when.
+"""The step as hooks see it: which bucket is unsharded, resharded and reduced when.
 
-[Note: Streams] In which order gathers and reductions are issued, and why no rank waits for ever, is
-told in layout/order.py. On this rank:
+[Note: Streams] layout/order.py explains in which order all-gathers and reductions are issued, and
+why no rank hangs. On this rank:
 
-* A gather is issued on a side stream after everything queued on the compute stream, which
-  allocated the buffer; compute waits for it in `wait_for_unshard`, before the first use. So a buffer
-  is written only after its former user, and read only after its gather.
-* A reduction is issued likewise, on a side stream of its own, once the last gradient of a bucket is
-  queued. Before the next reduction is issued, the one before it is finished: at most two whole
+* An all-gather is issued on a side stream, after everything queued on the compute stream, which
+  allocated the buffer. The compute stream waits for it in `wait_for_unshard`, before the first use.
+  So a buffer is written only after its previous use, and read only after its all-gather.
+* A reduction is issued in the same way, on a side stream of its own, once the last gradient of a
+  bucket is queued. It is finished before the next reduction is issued: at most two unsharded
   gradient buffers exist at a time.
 * Buffers are freed on the compute stream, after it has waited for the collective that used them. A
   pending collective keeps its tensors alive.
-* The forward after a step waits for the gather of a bucket when one of its parameters is first
+* The forward after a step waits for the all-gather of a bucket when one of its parameters is first
   used.
 * The average of a reduced shard over replicas is issued when the reduction is finished, in the same
-  order on every rank. Nobody waits for it before all ranks have ended their backward and so issued
-  it, and meanwhile nobody writes to that shard. It takes no memory of its own.
-* Where groups of ranks hold shards of their own, a gather moves data within a group only, but the
-  order is that of all ranks: averages over replicas, and a failure, concern all of them.
+  order on every rank. No rank waits for it before all ranks have ended their backward and so issued
+  it, and nothing writes to that shard in the meantime. It takes no memory of its own.
+* Where parameters are sharded within groups of ranks, an all-gather moves data within a group only,
+  but the order is that of all ranks: averages over replicas, and failures, concern all of them.
 
-[Note: What a gather waits for] On the host, before it is issued: for its turn in the order, so for
-reductions of the plan before it, and where there is no plan for a round of all ranks
-(layout/order.py); for the worker that steps its bucket (`Bucket.wait_for_step`); where its shard
-rests in a file, for the read and a free buffer (`ParamReader`). After that: on gloo, in
-`wait_for_unshard`, for what the peers send; on CUDA the host does not wait, the gather's stream waits
-for compute and for the copy of a shard that rests in CPU memory, its kernel for the peers.
+[Note: What an all-gather waits for] On the host, before it is issued: for its turn in the
+collective order, so for the reductions before it in the recorded schedule, or without one for a
+round of all ranks (layout/order.py); for the worker that steps its bucket
+(`Bucket.wait_for_step`); if its shard is in a file, for the read and a free buffer
+(`ParamReader`). After it is issued: on gloo, `wait_for_unshard` waits for the peers' data. On CUDA
+the host does not wait; the all-gather's stream waits for the compute stream and for the copy of a
+shard from CPU memory, and its kernel for the peers.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ __all__ = ["TrainingState", "Schedule", "is_compiled"]
 
 
 class TrainingState(Enum):
-    """What the training loop is doing."""
+    """State of the training loop."""
 
     IDLE = "between steps"
     FORWARD = "in forward"
@@ -67,40 +68,40 @@ class TrainingState(Enum):
 
 
 class SharedBuffers:
-    """Buffers such as BatchNorm's statistics, which all ranks have from rank 0.
+    """Buffers such as BatchNorm's statistics, which every rank copies from rank 0.
 
-    They are copied when DDP copies them: before a forward that follows one which may have changed
-    them, also where a backward of that one is still to come.
+    They are copied when DDP copies them: before a forward, if an earlier one may have changed them,
+    even if the backward of that one is still to come.
 
     Attributes:
-        are_fresh: No forward with gradients, but of a micro-batch that ends no step, has come
-            since they were copied.
-        are_alike: They have been copied once.
+        are_fresh: Whether they are unchanged since the last copy: no forward with gradients has run
+            since, except in micro-batches that end no step.
+        were_copied: Whether they have been copied at least once.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, is_on: bool) -> None:
-        self.are_fresh = self.are_alike = False
+        self.are_fresh = self.were_copied = False
         self._module = module
         self._comm = comm
         self._is_on = is_on and comm.size > 1  # else each rank keeps its own
-        self._has_shared = False  # by the last `refresh`
+        self._has_shared = False  # in the last `refresh`
 
     @property
     def is_due(self) -> bool:
-        """`refresh` is collective."""
+        """Whether `refresh` would be collective."""
         if self.are_fresh or not self._is_on:
             return False
         return next(self._module.buffers(), None) is not None
 
     def refresh(self) -> None:
-        """Copies rank 0's to all ranks, unless they are fresh. Collective."""
+        """Copies rank 0's buffers to all ranks, unless they are fresh. Collective."""
         self._has_shared = not self.are_fresh
         if self._has_shared:
             self._share()
-        self.are_fresh = self.are_alike = True
+        self.are_fresh = self.were_copied = True
 
     def share_again(self) -> None:
-        """After each rank has written to those that `refresh` has copied, if any. Collective."""
+        """Copies them again if `refresh` did, after each rank has written to them. Collective."""
         has_shared, self._has_shared = self._has_shared, False
         if has_shared:
             self._share()
@@ -111,26 +112,29 @@ class SharedBuffers:
         groups: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self._module.buffers():
             if buffer.layout is not torch.strided:
-                continue  # no backend sends it: each rank has its own
+                continue  # no backend communicates it: each rank keeps its own
             groups.setdefault(buffer.dtype, []).append(buffer)
         for buffers in groups.values():
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-            self._comm.broadcast_(flat.view(torch.uint8))  # backends do not know every dtype
+            self._comm.broadcast_(flat.view(torch.uint8))  # backends do not support every dtype
             if self._comm.rank:
                 parts = flat.split([buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):
-                    # A backward that has saved it goes on, as under DDP.
+                    # A graph that has saved it stays valid, as under DDP.
                     with torch.autograd._unsafe_preserve_version_counter(buffer):  # type: ignore[attr-defined]
                         buffer.detach().copy_(part.view_as(buffer))
 
 
 class Schedule:
-    """What happens at which moment of a step; hooks on the module and the loop tell the moments.
+    """Runs each moment of a step: the hooks of the module and the training loop call its methods.
 
     Attributes:
-        units: The root first.
-        shared: Buffers.
-        is_accumulating: Forwards from now on are of micro-batches that end no step.
+        units: All units, the root first.
+        order: The collective order of all ranks.
+        unsharder: Unshards and prefetches the units.
+        reducer: Reduces the gradients.
+        shared: Buffers that are copied from rank 0.
+        is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
 
     def __init__(
@@ -159,25 +163,25 @@ class Schedule:
         self._recorder = comm.recorder
         self._config = config
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._retain_graph = False  # the backward under way leaves its graph for another one
-        self._has_computed = False  # with gradients, since the last backward
-        self._depth = 0  # nested openings of a step: the strategy's, the root module's
+        self._retain_graph = False  # the backward in progress keeps its graph
+        self._has_forward = False  # one with gradients, since the last backward
+        self._depth = 0  # of nested `open` calls: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
         self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
-        self._sees_collectives = False  # it is entered
-        # A graph of torch.compile would be made once more, without it.
-        can_see = comm.size > 1 and self.unsharder.is_needed
-        self._can_see_collectives = can_see and not any(map(is_compiled, module.modules()))
+        self._is_intercepting = False  # whether `_collectives` is entered
+        # The mode would make torch.compile compile its graphs once more.
+        can_intercept = comm.size > 1 and self.unsharder.is_needed
+        self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
-        self._last_used = ""  # the unit whose forward or backward has begun last
+        self._last_used = ""  # name of the unit whose forward or backward began last
         comm.control.watchdog.set_status_source(self._describe)
 
     @property
     def training_state(self) -> TrainingState:
-        """What the training loop is doing, as far as it follows from what all ranks do."""
+        """State of the training loop, as far as all ranks are known to share it."""
         if self._is_lost:
             return TrainingState.LOST
         if self._is_in_backward:
@@ -186,31 +190,39 @@ class Schedule:
 
     @property
     def is_in_step(self) -> bool:
-        """Code of a step runs: what the module calls, or a backward."""
+        """Whether code of a step runs: the module's forward, or a backward."""
         return self._depth > 0 or self._is_in_backward
 
     @property
     def _awaits_backward(self) -> bool:
-        """A forward with gradients has come, and no rank has ended the pass since."""
-        return self._has_computed and (self.order.is_training or not self.unsharder.is_needed)
+        """Whether a forward with gradients has run, and its pass is still open on all ranks."""
+        return self._has_forward and (self.order.is_training or not self.unsharder.is_needed)
 
-    # ---------------------------------------------------------------- forward
+    def _describe(self) -> str:
+        """The training state as text for reports. Called from any thread."""
+        state = self.training_state
+        in_pass = state in (TrainingState.FORWARD, TrainingState.BACKWARD)
+        if in_pass and self._last_used:
+            return f"{state.value} of {self._last_used}"
+        return state.value
+
+    # ---------------------------------------------------------------- begin and end of a forward
 
     def open(self, *, is_step: bool = False) -> None:
-        """Begins a step or a part of one: the root's parameters are whole, buffers are rank 0's.
+        """Begins a step or a part of one: unshards the root, copies rank 0's buffers.
 
-        `is_step`: a step of the loop. Under a Trainer buffers are copied before these alone, as
-        DDP does, which calls of the module itself pass by.
+        `is_step`: whether the training loop begins a step. Under a Trainer, buffers are copied only
+        then, as DDP does, and not in calls of the module itself.
         """
         self._depth += 1
-        self._has_computed |= torch.is_grad_enabled()
+        self._has_forward |= torch.is_grad_enabled()
         if self._depth > 1 or self._is_in_backward:
             return
         self._recorder.begin_phase(Kind.FORWARD)
         self.compare_assigned()
-        copies = is_step or not self._comm.can_regroup or not self.shared.are_alike
+        copies = is_step or not self._comm.can_regroup or not self.shared.were_copied
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
-            # In the middle of a pass; others might still ask this rank for a gather.
+            # In the middle of a pass, other ranks might still request an all-gather from this rank.
             self.order.barrier("the buffers of rank 0")
         self.begin_pass()
         self.prepare(copies_buffers=copies)
@@ -221,10 +233,10 @@ class Schedule:
         for unit in self.units:
             if unit.stays_unsharded:
                 unit.is_saved_for_backward |= torch.is_grad_enabled()
-        self._see_collectives()
+        self._intercept_collectives()
 
     def begin_pass(self) -> None:
-        """All ranks come here, if there is anything in this forward that they do together."""
+        """Begins a pass with all ranks, if this forward has any collective."""
         ends_step = self.reducer.ends_step = not self.is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
@@ -232,24 +244,26 @@ class Schedule:
             if self.unsharder.is_needed:
                 self.order.begin("a forward")
         elif self.unsharder.is_needed or self.reducer.has_stepped:
-            # Where nothing is gathered before use, a forward after a step waits for its gathers.
-            kind = f"a forward and its backward{'' if ends_step else ', of several'}"
+            # Without sharded parameters, only a forward after a step waits for all-gathers.
+            kind = "a forward and its backward"
+            if not ends_step:
+                kind += ", of several"
             self.order.begin(kind, self.reducer.trainable())
 
     def compare_assigned(self) -> None:
-        """Before a pass: ranks that have assigned other `parameter.data` find it out. Local."""
+        """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""
         for bucket in self._buckets:
             bucket.compare_assigned()
 
     def prepare(self, *, copies_buffers: bool = True) -> None:
-        """Before the first forward after a step: what else is collective in it. Collective."""
+        """The other collectives before the first forward after a step. Collective."""
         if copies_buffers and self.shared.is_due:
-            self.order.wait_for_begin()  # else others might still ask this rank for a gather
+            self.order.wait_for_begin()  # else other ranks might still request an all-gather
             for bucket in self._buckets[:1]:
-                bucket.wait_for_all_steps()  # their gathers have one order with what comes now
+                bucket.wait_for_all_steps()  # its all-gathers come before the next collective
         for bucket in self._buckets:
             if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
-                # A worker must not gather while units are gathered: the order would differ by rank.
+                # A worker must not all-gather while units do: the order would differ between ranks.
                 bucket.wait_for_step()
             if self._is_compiled and not bucket.shards_params:
                 bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
@@ -258,31 +272,32 @@ class Schedule:
         if copies_buffers:
             self.shared.refresh()
 
+    def _intercept_collectives(self) -> None:
+        """Intercepts collectives until `close`. See [Note: Collectives of the user]."""
+        if not self._can_intercept or self._is_intercepting:
+            return
+        if self.order.expects_collectives:
+            self._collectives.__enter__()
+            self._is_intercepting = True
+
+    def _stop_intercepting(self) -> None:
+        if self._is_intercepting:
+            self._is_intercepting = False
+            self._collectives.__exit__(None, None, None)
+
     def close(self) -> None:
-        """Ends what `open` began. Without gradients nothing stays whole; else backward follows."""
+        """Ends `open`. Reshards all units unless a backward follows."""
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._is_in_backward:
             return
-        self._see_no_collectives()
+        self._stop_intercepting()
         self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.unsharder.reshard_all()
 
-    def _see_collectives(self) -> None:
-        """Until `close`. See [Note: Collectives of the user]."""
-        if not self._can_see_collectives or self._sees_collectives:
-            return
-        if self.order.expects_collectives:
-            self._collectives.__enter__()
-            self._sees_collectives = True
-
-    def _see_no_collectives(self) -> None:
-        if self._sees_collectives:
-            self._sees_collectives = False
-            self._collectives.__exit__(None, None, None)
-
     @contextmanager
     def step_context(self) -> Iterator[None]:
+        """Context of one step of the training loop. Calls `reset` after an exception."""
         try:
             self.open(is_step=True)
             yield
@@ -292,27 +307,24 @@ class Schedule:
         self.close()
 
     def root_post_forward(self, *, has_failed: bool) -> None:
-        """A call of the whole module has ended, perhaps by an exception; `open` began it."""
+        """After a call of the root module, which `open` began; it may have raised an exception."""
         if has_failed and self._depth == 1 and not self._is_in_backward:
             self.reset()
         else:
             self.close()
 
-    def _describe(self) -> str:
-        """What the loop is doing, for people; from any thread."""
-        in_pass = self.training_state in (TrainingState.FORWARD, TrainingState.BACKWARD)
-        return self.training_state.value + f" of {self._last_used}" * (
-            in_pass and bool(self._last_used)
-        )
+    # ---------------------------------------------------------------- forward of a unit
 
     def pre_forward(self, unit: Unit) -> None:
+        """Unshards `unit` before its module's forward."""
         self._last_used = unit.name
         self.unsharder.unshard(unit)
         unit.is_saved_for_backward |= torch.is_grad_enabled()
         self._recorder.begin_layer(Kind.FORWARD, unit.name)
-        self._has_computed |= torch.is_grad_enabled()
+        self._has_forward |= torch.is_grad_enabled()
 
     def post_forward(self, unit: Unit) -> None:
+        """Reshards `unit` after its module's forward, unless it stays unsharded."""
         self._recorder.end_layer(Kind.FORWARD, unit.name)
         if not self._stays_unsharded_after_forward(unit):
             unit.reshard()
@@ -326,40 +338,43 @@ class Schedule:
             return True
         return self.order.is_last_of_forward(unit.index)  # backward begins with it
 
-    # ---------------------------------------------------------------- out of turn
+    # ---------------------------------------------------------------- use outside of the forward
 
     def keep_unsharded(self, unit: Unit, reason: str) -> None:
-        """Keeps `unit` whole from the beginning to the end of every step, from now on."""
+        """Keeps `unit` unsharded from the beginning to the end of every step, from now on."""
         if not unit.stays_unsharded and self._comm.rank == 0:
             warnings.warn(
-                f"{reason}; its {unit.numel} elements stay whole throughout each step.",
+                f"{reason}; its {unit.numel} elements stay unsharded throughout each step.",
                 stacklevel=2,
             )
         unit.stays_unsharded = True
 
     def unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
-        """Somebody reads parameter `name` outside the forward of its unit.
+        """Unshards `bucket` because parameter `name` is used outside its unit's forward.
 
-        A BetweenStepsError outside a step, where ranks do not act in lockstep.
+        Raises:
+            BetweenStepsError: Outside of a step, where ranks may not use parameters together.
+            RuntimeError: Other ranks were lost, and their shards with them.
         """
         if self.training_state is TrainingState.LOST:
             raise RuntimeError(
-                f"parameter {name} is lost: another rank failed and took its shard with it; load a "
+                f"parameter {name} is lost, because a rank failed and its shard is gone; load a "
                 "checkpoint into a new module."
             )
         if self.training_state is TrainingState.IDLE and not self.order.allows_uneven_calls:
             raise BetweenStepsError(
-                f"parameter {name} rests as a shard of 1/{self._comm.mesh.num_shards} outside "
-                "forward and backward. To compute with it, as a call of a part of the module does, "
-                "be in a call of the whole module, in Lightning in training_step or the like, or "
-                "in `with engine.forward_context():`, on every rank.\n"
-                "To look at it, or to change it, do so under torch.no_grad() on every rank; or, on "
-                "some ranks, inside `with lightning_zero.gathered(module):` on every rank, with "
-                "`writeback=True` to change it; to run forwards on some, inside `with "
+                f"parameter {name} is sharded over {self._comm.mesh.num_shards} ranks outside "
+                "forward and backward. To compute with it, for example by calling a part of the "
+                "module, do so on every rank inside a call of the top-level module, inside "
+                "Lightning's training_step or a similar hook, or inside `with "
+                "engine.forward_context():`.\n"
+                "To read or change it, use torch.no_grad() on every rank, or enter `with "
+                "lightning_zero.gathered(module):` on every rank (`writeback=True` to change it) "
+                "and read it there on any rank. To run forwards on some ranks only, enter `with "
                 "lightning_zero.uneven_calls(module):` on every rank."
             )
         unit = self._unit_of[bucket]
-        self._has_computed |= torch.is_grad_enabled()
+        self._has_forward |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
         unit.is_saved_for_backward |= torch.is_grad_enabled()
@@ -368,7 +383,7 @@ class Schedule:
 
     @contextmanager
     def backward_context(self, *, reduces: bool, retain_graph: bool = False) -> Iterator[None]:
-        """Around `loss.backward()`; if it does not reduce, gradients stay local where they can."""
+        """Context of `loss.backward()`. Without `reduces`, gradients stay local where possible."""
         self._retain_graph = retain_graph
         try:
             self._begin_backward(reduces)
@@ -379,7 +394,8 @@ class Schedule:
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
-        if not self.reducer.is_mid_step:  # once for each step: it looks at every parameter
+        """Begins the pass of a backward and unshards the root. Collective."""
+        if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
@@ -392,13 +408,13 @@ class Schedule:
         self.unsharder.unshard_for_step()
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
-        """Backward has come to an output of `call`, one of `unit`."""
+        """Unshards `unit` when backward reaches an output of `call`."""
         if unit.is_unsharded and call in unit.entered:
-            return  # by another output, or by the base of a view
+            return  # reached before, by another output or the base of a view
         self._last_used = unit.name
         if call.is_done:  # the graph is walked again
             call.is_done = False
-            call.awaited = set(call.inputs)
+            call.awaited = set(call.input_keys)
             unit.num_awaited += 1
         unit.entered.add(call)
         if self._is_in_backward:
@@ -411,32 +427,32 @@ class Schedule:
             self.unsharder.unshard(unit)
 
     def post_backward(self, unit: Unit, call: Call) -> None:
+        """Reshards `unit` when backward has left `call` and all other calls of it."""
         unit.num_awaited -= 1
         call.is_done = True
         unit.entered.discard(call)
         if unit.entered:
-            return  # of an earlier call, which has made this one's input and tells nothing
+            return  # an earlier call made this call's input: backward is still inside of it
         if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
             self._recorder.end_layer(Kind.BACKWARD, unit.name)
             self._reshard_after_backward(unit)
             self.unsharder.prefetch()
 
     def _reshard_after_backward(self, unit: Unit) -> None:
-        """Backward has left `unit`: no graph needs its memory, unless it is to be walked again."""
+        """Reshards `unit`; its memory is needed again only if the graph is retained."""
         unit.is_saved_for_backward = self._retain_graph
         unit.reshard()
 
     def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """`parameter`, slot `index` of `bucket`, has got a gradient."""
+        """Hook of slot `index` of `bucket`: autograd has accumulated its gradient."""
         if not self._is_in_backward:
             name = bucket.plan.layout.slots[index].name
             raise RuntimeError(
-                f"backward reached parameter {name} outside the engine; call "
-                "engine.backward(loss), in Lightning self.manual_backward(loss), instead of "
-                "loss.backward()."
+                f"backward reached parameter {name} outside the engine; replace loss.backward() by "
+                "engine.backward(loss), or by self.manual_backward(loss) in Lightning."
             )
-        if self.reducer.under_way is bucket:
-            self.reducer.finish()  # a second gradient, after the first was sent off
+        if self.reducer.in_flight is bucket:
+            self.reducer.finish()  # a second gradient, after the first was sent
         if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.is_backward_done:
@@ -445,45 +461,49 @@ class Schedule:
             self.reducer.complete(bucket)
 
     def _finalize_backward(self) -> None:
+        """Completes the reductions and reshards all units. Collective."""
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
             unit.is_saved_for_backward = self._retain_graph
         self.unsharder.reshard_all()
-        self._has_computed = self._is_in_backward = False
+        self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
 
-    # ---------------------------------------------------------------- what the order decides
+    # ---------------------------------------------------------------- called by the order
 
     def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
+        """Issues the all-gather of unit number `unit`. Collective."""
         self.unsharder.issue_unshard(self.units[unit], is_kept=is_kept)
 
     def issue_reduction(self, bucket: int) -> None:
+        """Issues the reduction of bucket number `bucket`. Collective."""
         self.reducer.reduce(self._buckets[bucket])
 
     # ---------------------------------------------------------------- failures
 
     def reset(self) -> None:
-        """Back to rest after an exception: nothing stays gathered, no gradient is half reduced.
+        """Reshards all units and drops all gradients after an exception.
 
-        What fails meanwhile is a warning: the exception is what users should see.
+        Further failures are warnings, so that the user sees the exception.
         """
         error = self.reset_all()
         if error is not None:
             warnings.warn(f"after an exception: {error}", stacklevel=2)
 
     def reset_all(self) -> Exception | None:
-        """As `reset`; what fails for one bucket keeps none from its rest.
+        """As `reset`, but returns the first failure instead of warning.
 
-        Returns the first failure, such as data of a wrong shape in the place of a parameter's.
+        A failure of one bucket, such as assigned data of a wrong shape, does not prevent the reset
+        of the others.
         """
-        self._has_computed = self._is_in_backward = False
+        self._has_forward = self._is_in_backward = False
         self._depth = 0
-        self._see_no_collectives()
+        self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
         if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
-            _attempt(self.order.flush_schedule, errors)  # others may follow the same plan
+            _attempt(self.order.flush_schedule, errors)  # other ranks may follow the same schedule
         self.order.reset()
         self.unsharder.reset()
         for bucket in self._buckets:
@@ -491,7 +511,7 @@ class Schedule:
                 _attempt(act, errors)
         self.reducer.reset()
         for bucket in self._buckets:
-            for _ in range(len(bucket.parameters) + 1):  # data that it refuses is gone next time
+            for _ in range(len(bucket.parameters) + 1):  # refused data is gone the next time
                 if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:
@@ -499,7 +519,7 @@ class Schedule:
         return errors[0] if errors else None
 
     def recover(self) -> None:
-        """As `reset`, where collectives under way will never end: their groups are gone."""
+        """As `reset`, after a regroup: collectives in flight never end; their groups are gone."""
         self.order.restart()
         self.reducer.recover()
         for bucket in self._buckets:
@@ -509,7 +529,7 @@ class Schedule:
             bucket.unshard_again()
 
     def abandon(self) -> None:
-        """Leaves parameters where they are; those that are not whole say so when used."""
+        """Leaves all parameters as they are; using one that is not unsharded raises an error."""
         for bucket in self._buckets:
             bucket.cancel_unshard(is_lost=True)
             bucket.grads.drop()
@@ -517,7 +537,7 @@ class Schedule:
 
 
 def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | None:
-    """Calls `act`; what it raises is appended to `errors` and returned."""
+    """Calls `act`; appends its exception to `errors` and returns it."""
     try:
         act()
     except Exception as error:
@@ -527,22 +547,22 @@ def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | No
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """`torch.compile(module)`, `module.compile()` or a compiled method on the instance."""
+    """Whether `module` is compiled: `torch.compile`, `module.compile()` or a compiled method."""
     if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
         return True
     return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
 
 
 def _check_all_hooked(module: nn.Module) -> None:
-    """Raises for a trainable parameter that has come to `module` after its hooks."""
-    with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+    """Raises for a trainable parameter that was added to `module` after its hooks."""
+    with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
         if not has_unmanaged_parameters(module):
             return
         for name, parameter in module.named_parameters():
             if not has_placement(parameter) and parameter.requires_grad:
                 raise RuntimeError(
-                    f"parameter {name} was put into the module after the engine was built: its "
-                    "gradient would be averaged by nobody. Put it there before (in Lightning, in "
-                    "configure_model or setup), or write into the parameter that was there: "
+                    f"parameter {name} was added to the module after the engine was built, so its "
+                    "gradient would not be averaged. Add it earlier (in Lightning, in "
+                    "configure_model or setup), or write into the parameter that it replaces: "
                     "parameter.data = values."
                 )

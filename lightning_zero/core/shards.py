@@ -1,8 +1,7 @@
-"""What of one bucket rests on this rank between its uses: parameters, master, optimizer states.
+"""What a rank stores of one bucket between uses: parameter shard, master, optimizer states.
 
-The master is what the optimizer steps: fp32 where parameters are narrower, else the parameters
-themselves (in stages 1-2 a slice of the whole buffer, in stage 3 the shard). Each shard has a store
-in its tier; `Bucket` says when it is used, this file where it lies.
+For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a store in its tier.
+`Bucket` decides when a shard is used; this module knows where it is stored.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ __all__ = ["Shards", "is_elementwise_state"]
 def is_elementwise_state(value: object, numel: int) -> bool:
     """Whether `value` has one number for each of the `numel` elements of a 1-D slice.
 
-    One number for the parameter, such as a counter of steps, has no dimensions.
+    A single number for the parameter, such as a step counter, has no dimensions.
     """
     if not isinstance(value, Tensor) or is_composite(value):
         return False
@@ -45,30 +44,34 @@ def is_elementwise_state(value: object, numel: int) -> bool:
 
 
 class Shards:
-    """The stores of one bucket's shards.
+    """The stores of one bucket's shards. See [Note: Tensors of a bucket].
 
     Attributes:
-        replicates_optim: OPTIM rests whole: every rank steps all elements.
-        own_ranges: By slot, the elements that this rank steps, within the part that it steps.
-        step_shapes: By slot, the shape in which it steps them.
-        is_stepped: By slot, whether it steps any: all of it, or a slice, which may be empty.
-        param_shard: What follows the master, the parameters of this rank's elements: 1-D, own part,
-            param dtype; of the whole buffer, or `all_gather_input`.
-        all_gather_input: What a gather sends; None where nothing is gathered before use.
-        master: What is stepped: 1-D, own part, master dtype; None until it is needed.
-        reader: Reads an `all_gather_input` that rests in a file.
-        keeps_states_in_files: Optimizer states move to files; set with the optimizer.
+        replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
+        own_ranges: By slot, the elements that this rank steps, as indices into its shard.
+        step_shapes: By slot, the shape in which this rank steps them.
+        is_stepped: By slot, whether this rank steps it: all of it, or a slice, which may be empty.
+        param_shard: Store of this rank's parameters: 1-D, own elements, parameter dtype. A slice of
+            the unsharded buffer, or `all_gather_input`.
+        all_gather_input: Store of the shard that an all-gather sends; None unless parameters are
+            sharded.
+        master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
+            the dtypes agree. None until it is needed.
+        reader: Reader of an `all_gather_input` that is stored in a file.
+        keeps_states_in_files: Whether optimizer states move to files; set with the optimizer.
         state_stores: Optimizer states in files, by key.
-        num_writes: Counts steps and other changes of all values, some more than once.
-        num_slot_writes: Counts changes of one slot alone, by slot.
+        num_writes: Counter of steps and other writes to all values; some count more than once.
+        num_slot_writes: Counters of writes to one slot alone, by slot.
     """
 
-    def __init__(self, plan: BucketPlan, whole: FlatBuffer, storage: Storage, rank: int) -> None:
+    def __init__(
+        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, rank: int
+    ) -> None:
         self.plan = plan
         self.storage = storage
         self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
         self._rank = rank
-        self._whole = whole
+        self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
         self.own_ranges = plan.layout.parts(rank)
         layout, slots = plan.layout, plan.layout.slots
@@ -87,49 +90,52 @@ class Shards:
         self.num_writes = 0
         self.num_slot_writes = [0] * len(slots)
         self.state_stores: dict[str, ShardStore] = {}
-        # The master as it was when others were left the memory that follows from it.
-        self._former: tuple[StorageWeakRef, Tensor] | None = None
-        self._print: Fingerprint | None = None  # of the own part of whole parameters
+        # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
+        self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
+        # Fingerprint of `own_slice` when it was last rounded from the master.
+        self._fingerprint: Fingerprint | None = None
 
     # ---------------------------------------------------------------- which elements
 
     def owned(self, index: int) -> range:
-        """Elements of slot `index`, counted from its own first one, that this rank steps."""
+        """Elements of slot `index` that this rank steps, counted from the slot's first element."""
         if self.replicates_optim:
             return range(self.plan.layout.slots[index].numel)
         return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
 
     @property
     def has_tensor_owners(self) -> bool:
-        """Every parameter is stepped by one rank, whole."""
+        """Whether each parameter is stepped as a full tensor by the one rank that owns it."""
         return not self.replicates_optim and self.plan.layout.has_tensor_owners
 
-    def split_by_slot(self, part: Tensor) -> list[Tensor]:
-        """By slot, 1-D views of a flat tensor of the elements that this rank steps."""
-        return [part[own.start : own.stop] for own in self.own_ranges]
+    def split_by_slot(self, flat: Tensor) -> list[Tensor]:
+        """Splits a flat tensor of the elements that this rank steps into 1-D views, by slot."""
+        return [flat[own.start : own.stop] for own in self.own_ranges]
 
-    def own_slice_of(self, whole: FlatBuffer) -> Tensor:
-        """The part of a whole buffer that this rank steps: 1-D, a view."""
-        return whole.tensor if self.replicates_optim else whole.shard(self._rank)
+    def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
+        """The elements of an unsharded buffer that this rank steps: 1-D, a view."""
+        return buffer.tensor if self.replicates_optim else buffer.shard(self._rank)
 
     @property
     def own_slice(self) -> Tensor:
-        """The part of the whole buffer that this rank steps: 1-D, a view."""
-        return self.own_slice_of(self._whole)
+        """The elements of the unsharded parameters that this rank steps: 1-D, a view."""
+        return self.own_slice_of(self._unsharded_params)
 
     @property
     def num_views(self) -> int:
-        """How many views of the whole buffer are kept here, besides the buffer's own tensor."""
+        """Number of views of the unsharded buffer that this object keeps."""
         return int(self.all_gather_input is None and not self.replicates_optim)
 
     def rebind_to_unsharded(self, old: Tensor) -> None:
-        """The whole buffer has new memory; `old` is that of before, which others hold.
+        """Follows the unsharded buffer to its new memory; users hold the old memory, `old`.
 
-        They may put it back: what is the rounded master of now will be that master again.
+        They may assign it back. Its values are rounded from the master of this moment, so that this
+        master is restored then.
         """
-        if (store := self._separate_master) is not None:
+        store = self._separate_master
+        if store is not None:
             held = StorageWeakRef(old.untyped_storage())
-            self._former = held, store.fetch(0, store.numel).clone()
+            self._previous_master = held, store.fetch(0, store.numel).clone()
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
             self.param_shard.tensor = self.own_slice
@@ -137,12 +143,12 @@ class Shards:
     # ---------------------------------------------------------------- parameters and master
 
     def init_master(self, values: Tensor) -> None:
-        """Makes a store for a master of these `values`: 1-D, own part, copied."""
+        """Creates the store of a master with a copy of `values`: 1-D, own elements."""
         copy = values.to(self.plan.master_dtype, copy=True)
         self.master = self.storage.make_main_store(self.plan.name, copy, self.plan.tiers.optim)
 
     def init_params(self) -> None:
-        """Makes stores from the whole parameters, for all but a master of its own dtype."""
+        """Creates stores from the unsharded parameters, except for a master of another dtype."""
         if self.plan.stage.has_shard(State.PARAM):
             copy, storage = self.own_slice.clone(), self.storage
             param = storage.make_param_store(self.plan.name, copy, self.plan.tiers.param)
@@ -153,7 +159,7 @@ class Shards:
             self.master = self.param_shard
 
     def ensure_master(self) -> ShardStore:
-        """The master; made from the parameters where there is none yet."""
+        """Returns the store of the master; creates it from the parameters if there is none yet."""
         if self.master is None:
             store = self.param_shard
             self.init_master(store.fetch(0, store.numel))
@@ -162,39 +168,42 @@ class Shards:
 
     @property
     def own_master(self) -> ShardStore | None:
-        """The master, where it is another tensor than the parameters."""
+        """The master, if it is a tensor other than the parameters."""
         return None if self.master is self.param_shard else self.master
 
     @property
     def master_or_param(self) -> ShardStore:
-        """This rank's elements in the fullest precision there is."""
+        """This rank's elements in the highest precision available."""
         return self.master or self.param_shard
 
     def sharded_views(self) -> list[Tensor]:
-        """By slot, what a parameter shows of its shard at rest: a 1-D slice, empty for a file."""
+        """Sharded parameter views, by slot: 1-D slices of the master; empty if it is in a file."""
         if isinstance(self.master_or_param, MemoryShardStore):
             return self.split_by_slot(self.master_or_param.tensor)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
     def master_view(self, index: int) -> Tensor:
-        """Slot `index` in full precision: 1-D, own part; a view of memory, or what reads a file."""
+        """Slot `index` in full precision: 1-D, own elements; a view, or a LazyTensor of a file."""
         own = self.own_ranges[index]
         store = self.master_or_param
         return store.view(own.start, own.stop)
 
     def values(self, index: int) -> Tensor:
-        """Slot `index` as `master_view` shows it: 1-D, plain; a copy of a file."""
+        """Slot `index` in full precision: 1-D, own elements; a view, or a copy of a file."""
         part = self.master_view(index)
         return part.read() if isinstance(part, LazyTensor) else part
 
     def change(self, index: int, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change what `master_view` shows, in place: 1-D; parameters follow the master."""
+        """Lets `write` change slot `index` in place, in full precision: 1-D, own elements.
+
+        The parameters follow the master.
+        """
         own = self.own_ranges[index]
         self.stop_reading()
-        exact = self.master_or_param.fetch(own.start, own.stop)
-        write(exact)
+        master = self.master_or_param.fetch(own.start, own.stop)
+        write(master)
         self.num_slot_writes[index] += 1
-        self._write(own.start, exact)
+        self._write(own.start, master)
 
     def _write(self, start: int, values: Tensor) -> None:
         self.master_or_param.write(start, values)
@@ -202,19 +211,19 @@ class Shards:
             self.param_shard.write(start, values)
 
     def drop(self) -> None:
-        """There are no shards beside the whole buffer."""
+        """Drops all shards except `own_slice` of the unsharded buffer."""
         self.all_gather_input = self.master = None
         self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:
-        """Replaces this rank's elements: 1-D, any floating dtype; parameters follow the master."""
+        """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
         self.num_writes += 1
         self.stop_reading()
         self.master_or_param.write(0, values)
         self.cast_master()
 
     def cast_master(self) -> None:
-        """Rounds the master to the parameters' dtype, where it is a tensor of its own."""
+        """Rounds the master to the parameter dtype, if it is a tensor of its own."""
         master = self.own_master
         if master is None:
             return
@@ -224,96 +233,98 @@ class Shards:
         self.mark_written()
 
     def all_gather_source(self) -> Source | None:
-        """What a gather has to send of this rank, where it is not in the whole buffer."""
+        """What this rank sends in an all-gather; None if it is in the unsharded buffer already."""
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             return self.reader.copy_to
-        return (
-            self.all_gather_input.tensor
-            if isinstance(self.all_gather_input, MemoryShardStore)
-            else None
-        )
+        if isinstance(self.all_gather_input, MemoryShardStore):
+            return self.all_gather_input.tensor
+        return None
 
     def stop_reading(self) -> None:
-        """Gives the buffers of a read ahead back: nobody needs it, or the file is to change."""
+        """Cancels a read ahead and returns its buffers."""
         if self.reader is not None:
             self.reader.cancel()
 
-    # ---------------------------------------------------------------- written by others
+    # ---------------------------------------------------------------- writes by the user
 
     @property
     def _separate_master(self) -> ShardStore | None:
-        """The master, where it is another tensor than parameters that rest whole."""
+        """The master, if it is a tensor other than replicated parameters."""
         return self.own_master if self.all_gather_input is None else None
 
     def sync_writes(self) -> None:
-        """Takes elements that somebody has written to into the master, where it is another tensor.
+        """Copies in-place writes to replicated parameters into the master, if it is another tensor.
 
-        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the whole
-        parameters, which are the rounded master in every element that nobody has touched.
+        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the unsharded
+        parameters. Elements that are still the rounded master leave the master as it is.
         """
         store, own = self._separate_master, self.own_slice
-        if store is None or (self._print is not None and self._print.matches(own)):
+        if store is None or (self._fingerprint is not None and self._fingerprint.matches(own)):
             return
         master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
-            is_changed, exact = values != master.to(own.dtype), values.to(master.dtype)
-            if self._former is not None and self._former[0].expired():
-                self._former = None
-            if self._former is not None:
-                former = self._former[1]
-                exact = torch.where(values == former.to(own.dtype), former, exact)
-            # On a device this look would wait for it, which costs more than writing in any case.
+            is_changed, updated = values != master.to(own.dtype), values.to(master.dtype)
+            if self._previous_master is not None and self._previous_master[0].expired():
+                self._previous_master = None
+            if self._previous_master is not None:
+                former = self._previous_master[1]
+                updated = torch.where(values == former.to(own.dtype), former, updated)
+            # On a device, `any` synchronizes, which costs more than writing in every case.
             if master.device.type != "cpu" or is_changed.any():
-                torch.where(is_changed, exact, master, out=master)
+                torch.where(is_changed, updated, master, out=master)
                 store.write(0, master)
 
     def assign(self, index: int, values: Tensor) -> None:
-        """Takes this rank's elements of slot `index` that somebody has set: 1-D, any dtype.
+        """Writes this rank's elements of slot `index`, which the user has set: 1-D, any dtype.
 
-        Elements that are the rounded master stay what the master is.
+        Elements that are still the rounded master leave the master as it is.
         """
         own = self.own_ranges[index]
         self.num_slot_writes[index] += 1
         if not own:
             return
         self.stop_reading()
-        exact = self.master_or_param.fetch(own.start, own.stop)
-        values = values.to(exact.device)
+        master = self.master_or_param.fetch(own.start, own.stop)
+        values = values.to(master.device)
         with torch.no_grad():
-            is_changed = values != exact.to(values.dtype)
-            self._write(own.start, torch.where(is_changed, values.to(exact.dtype), exact))
+            is_changed = values != master.to(values.dtype)
+            self._write(own.start, torch.where(is_changed, values.to(master.dtype), master))
 
     def mark_written(self) -> None:
-        """Remembers the whole parameters as they follow from a master that is not beside them."""
+        """Marks the parameters as written by the engine.
+
+        Keeps a fingerprint of replicated parameters with an offloaded master, so that the check for
+        writes does not read the master.
+        """
         self.num_writes += 1
         store = self._separate_master
         if store is not None and self.storage.is_offloaded(store.tier):
-            self._print = Fingerprint(self.own_slice)
+            self._fingerprint = Fingerprint(self.own_slice)
 
     # ---------------------------------------------------------------- optimizer states
 
-    def slice_state(self, index: int, whole: Tensor) -> Tensor:
-        """This rank's part of an optimizer state that is shaped like slot `index`, a copy.
+    def slice_state(self, index: int, full: Tensor) -> Tensor:
+        """A copy of this rank's elements of an optimizer state that is shaped like slot `index`.
 
-        In the master's dtype, but for integers, which are codes of a kind.
+        In the master dtype, except for integers, which are quantization codes.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
         owned = self.owned(index)
-        part = read_flat(whole, owned.start, owned.stop).view(self.step_shapes[index])
+        part = read_flat(full, owned.start, owned.stop).view(self.step_shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 
     def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
-        """The file of optimizer state `key`, as long as the shard; zeros at first."""
+        """The file of optimizer state `key`, as long as the shard; initially zeros."""
         if key not in self.state_stores:
             name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
             self.state_stores[key] = self.storage.make_optim_store(name, numel, dtype)
         return self.state_stores[key]
 
     def state_view(self, index: int, key: str) -> Tensor:
-        """Optimizer state `key` of slot `index`, read from its file when it is used: 1-D."""
+        """Optimizer state `key` of slot `index`, 1-D; reads its file when it is used."""
         own = self.own_ranges[index]
         return self.state_stores[key].view(own.start, own.stop)
 
@@ -328,13 +339,13 @@ class Shards:
     # ---------------------------------------------------------------- bytes
 
     def stores(self) -> Iterator[tuple[Tier, State, ShardStore]]:
-        """Every store that holds memory or a file of its own, with what it holds.
+        """Every store that holds memory or a file of its own, with its tier and the state it holds.
 
         A master that is a tensor of its own counts as optimizer state, as in the ZeRO paper.
         """
         if self.all_gather_input is not None:
             yield self.plan.tiers.param, State.PARAM, self.all_gather_input
-        if (master := self.own_master) is not None:
-            yield self.plan.tiers.optim, State.OPTIM, master
+        if self.own_master is not None:
+            yield self.plan.tiers.optim, State.OPTIM, self.own_master
         for store in self.state_stores.values():
             yield Tier.NVME, State.OPTIM, store

@@ -1,4 +1,4 @@
-"""A thread that steps buckets beside the next forward."""
+"""A thread that steps buckets while the next forward runs."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["StepLoop", "StepWorker"]
 
 
 class StepLoop:
-    """Steps of buckets, one after the other, of which others wait for number k.
+    """Steps of several buckets, one after the other; other threads can wait for each of them.
 
-    `kept` is what the steps read. On a CUDA device it is of the pool of another stream than theirs,
-    and must not be freed before that one has waited for them.
+    `kept`: tensors that the steps read. On a CUDA device they belong to another stream's memory
+    pool, and must not be freed before that stream has waited for the steps.
     """
 
     def __init__(self, device: torch.device, kept: object = None) -> None:
         self._device = device
         self._kept = kept if device.type == "cuda" else None
         self._num_buckets = 0
-        self._events: list[streams.Event | None] = []  # of the buckets that are stepped
+        self._events: list[streams.Event | None] = []  # one for each bucket that is stepped
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
     def add(self) -> Callable[[], BaseException | None]:
-        """One more bucket; waits until it is stepped, and returns why it was not."""
+        """Adds a bucket; returns a function that waits for its step and returns its exception."""
         self._num_buckets += 1
         return partial(self._wait, self._num_buckets - 1)
 
     @property
     def num_stepped(self) -> int:
-        """The first ones, of which at least all work is queued on a stream."""
+        """Number of buckets whose step is done, or queued on a stream."""
         return len(self._events)
 
     def advance(self) -> None:
-        """The next bucket is stepped, when the current stream has done what is queued there."""
+        """Marks the next bucket as stepped, once the current stream has done its queued work."""
         is_cuda = self._device.type == "cuda"
         event = streams.current(self._device).record_event() if is_cuda else None
         with self._changed:
@@ -50,7 +50,7 @@ class StepLoop:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Those that are not stepped will not be."""
+        """Marks all buckets that are not stepped yet as failed."""
         with self._changed:
             self._error = error
             self._changed.notify_all()
@@ -60,16 +60,17 @@ class StepLoop:
             self._changed.wait_for(lambda: self.num_stepped > number or self._error is not None)
         if self.num_stepped <= number:
             return self._error
-        if (event := self._events[number]) is not None:
+        event = self._events[number]
+        if event is not None:
             streams.current(self._device).wait_event(event)
         return None
 
 
 class StepWorker:
-    """Runs loops in the order in which they are handed over, one at a time.
+    """Runs submitted loops in order, one at a time.
 
-    On a CUDA device it has a stream of its own, so that neither its copies wait for the forward
-    that is queued meanwhile, nor that forward for copies of what it does not need yet.
+    On a CUDA device it has a stream of its own: its copies do not wait for the forward that is
+    queued in the meantime, and the forward does not wait for copies that it does not need yet.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -79,7 +80,7 @@ class StepWorker:
         self._last: Future[None] | None = None
 
     def submit(self, loop: StepLoop, run: Callable[[], None]) -> None:
-        """Runs `run`, which advances `loop`; if it raises, the loop fails."""
+        """Runs `run`, which advances `loop`, on the thread; if it raises, the loop fails."""
         ready: Any = None
         if self._stream is not None:
             ready = streams.current(self._device).record_event()
@@ -88,7 +89,7 @@ class StepWorker:
             try:
                 if self._stream is not None:
                     torch.cuda.set_device(self._device)
-                    self._stream.wait_event(ready)  # gradients are there, old values no longer read
+                    self._stream.wait_event(ready)  # gradients are ready, old values no longer read
                 with streams.on(self._stream):
                     run()
             except BaseException as error:
@@ -99,7 +100,7 @@ class StepWorker:
         self._last = self._executor.submit(work)
 
     def drain(self) -> None:
-        """Nothing is left to run, and the current stream comes after it. Loops tell of failures."""
+        """Waits for all loops, also on the current stream. Loops report their own failures."""
         if self._last is not None:
             self._last.result()
             self._last = None
@@ -107,11 +108,11 @@ class StepWorker:
             streams.current(self._device).wait_stream(self._stream)
 
     def close(self, outliving: Iterable[Tensor] = ()) -> None:
-        """Waits, and ends the thread.
+        """Waits for all loops and ends the thread.
 
-        Steps may have made the `outliving` tensors, in the pool of the stream. From now on they are
-        used on the current one, and their memory is not for whoever gets the stream next before
-        that is over.
+        Steps may have allocated the `outliving` tensors in the pool of the worker's stream. They
+        are used on the current stream from now on, so their memory must not be reused by another
+        owner of the worker's stream before the current stream is done with it.
         """
         self.drain()
         if self._executor is None:

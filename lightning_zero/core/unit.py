@@ -1,6 +1,6 @@
-"""Units: what is gathered and released together, at hand, ahead of use or for other ranks.
+"""Units: buckets that are all-gathered and freed together, on use, by prefetch or for other ranks.
 
-In which order they are gathered is decided in layout/order.py.
+layout/order.py decides in which order they are unsharded.
 """
 
 from __future__ import annotations
@@ -24,37 +24,39 @@ class Call:
     """One forward of a unit.
 
     Attributes:
-        given: While it is under way, tensors among its arguments, and the nodes that had made them.
-        old_nodes: Those nodes, with the ones of what the tensors are views of.
-        inputs: Keys of the inputs whose gradients tell that backward has left it.
-        awaited: Those whose gradients have not come since backward has entered it.
-        is_done: Backward has left it.
+        tensor_args: Tensor arguments with the nodes that made them; empty after the forward.
+        prior_nodes: Those nodes, and the nodes of the tensors that the arguments are views of.
+        input_keys: Keys of the inputs whose gradients show that backward has left this call.
+        awaited: Keys of inputs whose gradients have not arrived since backward entered this call.
+        is_done: Whether backward has left this call.
     """
 
     def __init__(self) -> None:
-        self.given: list[tuple[Tensor, Node | None]] = []
-        self.old_nodes: set[Node | None] = set()
-        self.inputs: frozenset[int] = frozenset()
+        self.tensor_args: list[tuple[Tensor, Node | None]] = []
+        self.prior_nodes: set[Node | None] = set()
+        self.input_keys: frozenset[int] = frozenset()
         self.awaited: set[int] = set()
         self.is_done = False
 
-    def forget_given(self) -> None:
-        """The forward is over: what it was given may be freed."""
-        self.given, self.old_nodes = [], set()
+    def release_args(self) -> None:
+        """Drops the references to the arguments after the forward, so that they can be freed."""
+        self.tensor_args, self.prior_nodes = [], set()
 
 
 class Unit:
-    """Buckets that are gathered before a module's forward and released after it.
+    """Buckets that are unsharded before a module's forward and resharded after it.
 
     Attributes:
         index: Position in the layout; the root is 0.
-        module: Whose forward uses the parameters; None for the root.
-        buckets: The buckets whose parameters rest as shards.
-        is_unsharded: All of them are whole, or on their way.
-        is_held: Stays whole until the end of the step: the root, and what is used out of turn.
-        num_awaited: Forwards whose inputs, when their gradients come, tell that backward is done.
-        calls: The forwards under way.
-        entered: The forwards that backward has entered and, as far as can be told, not left.
+        module: Module whose forward uses the parameters; None for the root.
+        buckets: The buckets whose parameters are sharded.
+        numel: Elements of all buckets, padding included.
+        is_unsharded: Whether all buckets are unsharded, or their all-gathers are in flight.
+        stays_unsharded: Whether the unit stays unsharded until the end of the step: the root, and
+            units that are used outside their module's forward.
+        num_awaited: Number of forwards whose input gradients have not all arrived in backward.
+        calls: The forwards in progress.
+        entered: The forwards that backward has entered and, as far as is known, not left.
     """
 
     def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
@@ -71,23 +73,25 @@ class Unit:
         self.is_unsharded = self._num_unsharded == len(self.buckets)
         self._unsharded_units: set[Unit] = set()
         for bucket in self.buckets:
-            bucket.on_unsharded_change = self._count
+            bucket.on_unsharded_change = self._count_bucket
 
-    def join(self, unsharded_units: set[Unit]) -> None:
-        """Keeps `unsharded_units` right as to this one, if it has buckets."""
+    def track_in(self, unsharded_units: set[Unit]) -> None:
+        """Keeps `unsharded_units` up to date: it holds this unit while that is unsharded."""
         self._unsharded_units = unsharded_units
         if self.is_unsharded and self.buckets:
             unsharded_units.add(self)
 
-    def _count(self, is_unsharded: bool) -> None:
+    def _count_bucket(self, is_unsharded: bool) -> None:
         self._num_unsharded += 1 if is_unsharded else -1
         self.is_unsharded = self._num_unsharded == len(self.buckets)
-        change = self._unsharded_units.add if self.is_unsharded else self._unsharded_units.discard
-        change(self)
+        if self.is_unsharded:
+            self._unsharded_units.add(self)
+        else:
+            self._unsharded_units.discard(self)
 
     @property
     def is_backward_done(self) -> bool:
-        """Nothing in this backward needs its parameters again: all have their gradients."""
+        """Whether this backward needs the parameters no more: all of them have their gradients."""
         if self.num_awaited > 0 or self.stays_unsharded:
             return False
         return all(
@@ -97,64 +101,67 @@ class Unit:
 
     @property
     def is_saved_for_backward(self) -> bool:
-        """A graph that a backward has still to walk may hold views of the parameters."""
+        """Whether a graph that backward has not walked yet may hold views of the parameters."""
         return any(bucket.is_saved_for_backward for bucket in self.buckets)
 
     @is_saved_for_backward.setter
-    def is_saved_for_backward(self, is_saved_for_backward: bool) -> None:
+    def is_saved_for_backward(self, value: bool) -> None:
         for bucket in self.buckets:
-            bucket.is_saved_for_backward = is_saved_for_backward
+            bucket.is_saved_for_backward = value
 
     def aliases(self, tensor: Tensor) -> bool:
-        """`tensor` is a view of whole parameters, which are freed on release."""
+        """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
         return any(bucket.aliases(tensor) for bucket in self.buckets)
 
     def reshard(self) -> None:
+        """Frees the unsharded parameters. Local."""
         for bucket in self.buckets:
             bucket.reshard()
 
 
 class Unsharder:
-    """The units of one engine, the root first; the recorder hears of prefetches that come late."""
+    """Unshards, prefetches and reshards the units of one engine.
+
+    Args:
+        units: All units, the root first.
+        order: The collective order of all ranks.
+        recorder: Counts prefetches that were in time, and those that were late.
+        config: The engine's settings.
+
+    Attributes:
+        is_needed: Whether the parameters of any unit are sharded.
+    """
 
     def __init__(
         self, units: Sequence[Unit], order: CollectiveOrder, recorder: Recorder, config: ZeroConfig
     ) -> None:
         self.units = list(units)
-        self.is_needed = any(unit.buckets for unit in units)  # some rest as shards
+        self.is_needed = any(unit.buckets for unit in units)
         self._order = order
         self._recorder = recorder
         self._config = config
-        self._is_backward = False  # units are asked for from the end of the layout on
-        self._unclaimed: dict[Unit, None] = {}  # gathered for other ranks, or ahead; in order
+        self._is_backward = False  # units are requested from the end of the layout on
+        self._unclaimed: dict[Unit, None] = {}  # unsharded for other ranks or by prefetch; in order
         self._unsharded: set[Unit] = set()
         for unit in units:
-            unit.join(self._unsharded)
+            unit.track_in(self._unsharded)
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
     def begin_backward(self) -> None:
         self._is_backward = True
 
-    def reset(self) -> None:
-        """What was under way has ended, or never will. Local."""
-        self._is_backward = False
-        self._unclaimed.clear()
-        for unit in self.units:
-            unit.num_awaited = 0
-            unit.entered.clear()
-
     def unshard_for_step(self) -> None:
-        """Makes those whole that stay so throughout a step."""
+        """Unshards the units that stay unsharded throughout a step."""
         for unit in self.units:
             if unit.stays_unsharded:
                 self.unshard(unit)
 
     def unshard(self, unit: Unit) -> None:
-        """Makes `unit` whole, then gathers ahead what comes next."""
+        """Unshards `unit` and waits for it, then prefetches. Collective."""
         if not unit.buckets:
             return
         if not unit.is_unsharded:
-            unit.buckets[0].check_outside_transform()  # ranks can agree on nothing inside of it
+            unit.buckets[0].check_outside_transform()  # inside of one, ranks cannot agree
         may_repeat = (
             self._order.allows_uneven_calls
             and not torch.is_grad_enabled()
@@ -172,13 +179,15 @@ class Unsharder:
         self.prefetch()
 
     def _drop_unclaimed(self, wanted: Unit) -> None:
-        """Frees what was gathered in vain: all before `wanted`, in the order of their gathers."""
-        while self._unclaimed and (first := next(iter(self._unclaimed))) is not wanted:
-            del self._unclaimed[first]
-            first.reshard()
+        """Reshards units that were unsharded before `wanted` and not used, in this order."""
+        for unit in list(self._unclaimed):
+            if unit is wanted:
+                return
+            del self._unclaimed[unit]
+            unit.reshard()
 
     def prefetch(self) -> None:
-        """Gathers what comes next, as far as the settings allow."""
+        """Unshards the next units, as far as the settings allow."""
         if self._order.next_unit is not None:
             ahead = sum([unit.numel for unit in self._unclaimed])
             prefetch(self._order, self.units, self._unsharded, self._config, ahead)
@@ -186,22 +195,23 @@ class Unsharder:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
-        """Begins to read shards that rest in files, as far ahead as there are buffers."""
+        """Starts to read shards from files, as far ahead as there are buffers."""
         for index in self._order.upcoming():
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
 
     def issue_unshard(self, unit: Unit, *, is_kept: bool) -> None:
-        """Issues the gather of `unit`. Collective.
+        """Issues the all-gather of `unit`. Collective.
 
         Args:
-            unit: Which; one that is whole sends its shard again.
-            is_kept: It stays whole until its use, or that of another; else it is for other ranks.
+            unit: The unit; one that is unsharded already sends its shard again.
+            is_kept: Whether it stays unsharded until it or another unit is used. If not, only other
+                ranks need it, and it is resharded.
         """
-        was_whole = unit.is_unsharded
+        was_unsharded = unit.is_unsharded
         for bucket in unit.buckets:
             bucket.unshard()
-        if was_whole:
+        if was_unsharded:
             return
         if is_kept or self._order.is_last_of_forward(unit.index):
             self._unclaimed[unit] = None
@@ -209,7 +219,15 @@ class Unsharder:
             unit.reshard()
 
     def reshard_all(self) -> None:
-        """Frees whole parameters, also those that were gathered for other ranks. Local."""
+        """Reshards all units, including those that were unsharded for other ranks. Local."""
         self._unclaimed.clear()
         for unit in self.units:
             unit.reshard()
+
+    def reset(self) -> None:
+        """Forgets the backward in progress, which has ended or never will. Local."""
+        self._is_backward = False
+        self._unclaimed.clear()
+        for unit in self.units:
+            unit.num_awaited = 0
+            unit.entered.clear()

@@ -505,7 +505,7 @@ def _put_parameter(rank, world_size, stage):
     assert engine.schedule.reducer.is_mid_step
     engine.step()
     module.c = nn.Linear(4, 3)
-    with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was put into the module"):
+    with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was added to the module"):
         engine.backward(module(x, "a"))
 
 

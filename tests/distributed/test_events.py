@@ -1,4 +1,4 @@
-"""What happens to a bucket, and when: the events of one step in each stage."""
+"""Events of one step in each stage: which collectives a bucket has, and when."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 
 
 class Recorder:
-    """Notes the collectives of the data plane and the moments between them."""
+    """Records the collectives of the data plane and the moments between them."""
 
     def __init__(self):
         self.events = []
@@ -132,7 +132,7 @@ def test_stage_3_all_gathers_persistent_parameters_after_the_step():
 
 
 def test_prefetch_unshards_the_next_unit_before_the_one_in_use_is_reduced():
-    ahead, without = events(3), events(3, prefetch_bucket_size=0)
-    assert sorted(ahead) == sorted(without)
-    backward = ahead[ahead.index(BACKWARD) :]
+    prefetched, without = events(3), events(3, prefetch_bucket_size=0)
+    assert sorted(prefetched) == sorted(without)
+    backward = prefetched[prefetched.index(BACKWARD) :]
     assert backward.index("all_gather 1") < backward.index("reduce_scatter 2")

@@ -1,4 +1,4 @@
-"""Shards of gradients: there from the first reduction until the gradients are zeroed."""
+"""Shards of gradients exist from the first reduction until the gradients are zeroed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _engine(**settings):
     return module, optimizer, Engine(module, optimizers=[optimizer], config=ZeroConfig(**settings))
 
 
-def _look(rank, world_size, settings, zero):
-    """Bytes of gradients after a backward, after a step, zeroed, and after the next forward."""
+def _measure(rank, world_size, settings, zero):
+    """Bytes of gradients after a backward, a step, zeroing, and the next forward."""
     module, optimizer, engine = _engine(**settings)
     dtype = settings.get("param_dtype", torch.float32)
 
@@ -48,9 +48,9 @@ def _look(rank, world_size, settings, zero):
             engine.zero_grad()
         else:
             optimizer.zero_grad()
-            loss()  # the next forward sees it
+            loss()  # the next forward frees them
         found.append(grad_bytes())
-        assert torch.equal(kept.full_tensor(), values)  # what a user holds stays
+        assert torch.equal(kept.full_tensor(), values)  # a gradient that the user holds stays
     engine.backward(loss())
     before = engine.grad_norm()
     engine.zero_grad(set_to_none=False)
@@ -68,7 +68,7 @@ def _look(rank, world_size, settings, zero):
 )
 def test_shards_of_gradients_are_freed_when_gradients_are_zeroed(settings, shard_bytes, zero):
     num_bytes = shard_bytes * 3 * (32 * 32 + 32) // 2
-    for found in run_ranks(2, _look, settings, zero):
+    for found in run_ranks(2, _measure, settings, zero):
         reduced, stepped, zeroed, *again, filled_with_zeros = found
         assert reduced == stepped == filled_with_zeros == pytest.approx(num_bytes, rel=0.05)
         assert zeroed == 0
@@ -80,11 +80,11 @@ def _accumulate(rank, world_size):
     x = torch.ones(2, 32)
     engine.backward(module(x).sum())
     once = module[1].weight.grad.full_tensor()
-    loss = module(x).sum()  # a forward in between frees nothing that is not zeroed
-    loss.register_hook(lambda grad: engine.memory_report() and None)  # nor does a look
+    loss = module(x).sum()  # a forward in between frees no gradient that is not zeroed
+    loss.register_hook(lambda grad: engine.memory_report() and None)  # nor does a report
     engine.backward(loss)
     assert torch.allclose(module[1].weight.grad.full_tensor(), 2 * once)
-    module[0].weight.grad = None  # one of them alone
+    module[0].weight.grad = None  # only one of them
     module(x)
     assert torch.allclose(module[1].weight.grad.full_tensor(), 2 * once)
     engine.reset()
@@ -114,7 +114,7 @@ def test_replicas_of_which_one_zeroed_its_gradients_do_not_wait_for_it():
 
 
 class _Counting(torch.optim.SGD):
-    """Counts what is alive whenever it steps a bucket."""
+    """Records the live bytes whenever it steps a bucket."""
 
     live_bytes: list[int] = []
 
@@ -124,7 +124,7 @@ class _Counting(torch.optim.SGD):
 
 
 def _copies(rank, world_size):
-    gc.freeze()  # what is older is not walked
+    gc.freeze()  # older objects are not searched
     blocks = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(6)))
     module = nn.Sequential(nn.Linear(128, 128), blocks)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
@@ -145,7 +145,7 @@ def test_a_step_keeps_copies_of_one_bucket_at_a_time():
 
 
 def _hold(rank, world_size, settings):
-    """What a user holds of gradients keeps its values, and what comes after it is right."""
+    """Gradients that a user holds keep their values, and later gradients are right."""
     os.makedirs("swap", exist_ok=True)
     module, optimizer, engine = _engine(**settings)
     plain, _, alone = _engine(stage=0)

@@ -1,4 +1,4 @@
-"""Tensors that a user keeps of whole parameters: their memory is never taken from under them."""
+"""Views of unsharded parameters that a user keeps: their memory is not reused or freed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_views_of_an_unsharded_parameter_show_the_new_values_when_the_step_retur
     run_ranks(2, _alias, stage, overlaps)
 
 
-def _keep_of_a_step(rank, world_size):
+def _keep_views_of_a_step(rank, world_size):
     net, engine = _built(3)
     before = _values(net)
     kept = {}
@@ -77,7 +77,9 @@ def _keep_of_a_step(rank, world_size):
     loss = net(X)
     net.blocks[1].after = nothing
     between = [kept[key].sum().item() for key in ("detached", "data", "row")]
-    with pytest.warns(UserWarning, match=r"shows parameter blocks\.1\.weight outlives the step"):
+    with pytest.warns(
+        UserWarning, match=r"a view of parameter blocks\.1\.weight outlives the step"
+    ):
         engine.backward(loss)
     engine.step()
     with warnings.catch_warnings():
@@ -93,11 +95,11 @@ def _keep_of_a_step(rank, world_size):
 
 
 def test_views_of_a_unit_keep_the_values_of_their_step_with_one_warning():
-    for between in run_ranks(2, _keep_of_a_step):
+    for between in run_ranks(2, _keep_views_of_a_step):
         assert not any(value == 0 for value in between)  # values or NaN
 
 
-def _keep_of_gathered(rank, world_size, is_in_step):
+def _keep_views_of_gathered(rank, world_size, is_in_step):
     net, engine = _built(3)
     before = _values(net)
     _train(net, engine)
@@ -128,7 +130,7 @@ def _keep_of_gathered(rank, world_size, is_in_step):
 
 @pytest.mark.parametrize("is_in_step", [False, True])
 def test_views_taken_inside_gathered_keep_their_values_and_can_be_saved(is_in_step):
-    run_ranks(2, _keep_of_gathered, is_in_step)
+    run_ranks(2, _keep_views_of_gathered, is_in_step)
 
 
 class Checkpointed(Net):
@@ -138,8 +140,8 @@ class Checkpointed(Net):
         return x.square().sum()
 
 
-def _leave_nothing(rank, world_size):
-    """By kind of training: whether each unit has kept the memory that it had at first."""
+def _keep_buffers(rank, world_size):
+    """By kind of training: whether each unit still has its first buffer, freed."""
     found = {}
 
     def measure(kind, net, engine, train):
@@ -182,7 +184,7 @@ def _leave_nothing(rank, world_size):
 
 
 def test_training_frees_and_reuses_each_unsharded_buffer():
-    for found in run_ranks(2, _leave_nothing):
+    for found in run_ranks(2, _keep_buffers):
         for kind, kept in found.items():
             assert all(kept), kind
 
@@ -204,7 +206,7 @@ def test_data_that_is_set_between_a_forward_and_its_backward_is_an_error():
 
 
 def _read_freed(rank, world_size):
-    """Every way to read or write freed memory: an error or NaN, and the process lives."""
+    """Reads and writes freed memory in every way: an error or NaN, and the process survives."""
     net, engine = _built(3)
     taken = []
     net.blocks[0].after = lambda block: taken.append(block.weight.view(-1))
@@ -261,8 +263,8 @@ def test_data_that_one_rank_sets_alone_is_an_error_unless_it_is_set_back():
         run_ranks(2, _set_on_one_rank, False)
 
 
-def _swap_and_look(rank, world_size, stage):
-    """Weights in 16 bits are swapped out and back beside their masters."""
+def _swap_and_compare(rank, world_size, stage):
+    """Weights in 16 bits are swapped out and back while their masters stay."""
     torch.manual_seed(0)
     net = Net()
     config = ZeroConfig(stage=stage, param_dtype=torch.bfloat16)
@@ -286,7 +288,7 @@ def _swap_and_look(rank, world_size, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_weights_that_are_swapped_out_and_back_keep_their_masters_to_the_last_bit(stage):
-    assert run_ranks(2, _swap_and_look, stage) == [True, True]
+    assert run_ranks(2, _swap_and_compare, stage) == [True, True]
 
 
 def _count_holders(rank, world_size, settings, dtype):
@@ -295,7 +297,7 @@ def _count_holders(rank, world_size, settings, dtype):
     engine = Engine(net, [torch.optim.AdamW(net.parameters())], ZeroConfig(**settings))
     counts = []
     for _ in range(2):
-        with gathered(net):  # unsharded, shown by their parameters
+        with gathered(net):  # unsharded: each parameter is a view
             counts += [b.num_holders(num_params=len(b.parameters)) for b in engine.buckets]
         engine.backward(net(X.to(dtype)))
         engine.step()

@@ -79,7 +79,7 @@ def _train(rank, world_size, kind, stage):
         return train("ddp_find_unused_parameters_true", factory, {"max_epochs": 2})
     witness, spec = UnitWitness(), settings(stage)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*stay whole throughout each step.*")
+        warnings.filterwarnings("error", message=".*stay unsharded throughout each step.*")
         first = train(spec, factory, {"callbacks": [witness]}, is_saving=True)
         resumed = train(spec, factory, {"max_epochs": 2}, ckpt_path="witness.ckpt")
     return first, resumed, (witness.num_units, witness.most, witness.after_backward)

@@ -187,7 +187,7 @@ class Together(nn.Module):
 
 
 def _train(rank: int, world_size: int, stage: int) -> None:
-    warnings.filterwarnings("ignore", ".*may hide tensors")
+    warnings.filterwarnings("ignore", ".*may contain tensors")
     torch.manual_seed(0)
     module = Together()
     plain = copy.deepcopy(module)

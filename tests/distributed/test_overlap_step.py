@@ -183,7 +183,7 @@ def _handed_over_in_part(rank, world_size):
     with pytest.raises(MemoryError):
         engine.step()
     del bucket.begin_step
-    with pytest.warns(UserWarning, match="may be stepped in part"):
+    with pytest.warns(UserWarning, match="may have been stepped"):
         engine.reset()
     backward(rank, net, engine)
     engine.step()

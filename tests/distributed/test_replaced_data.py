@@ -1,4 +1,4 @@
-"""Ways to give a parameter new values after set-up: each counts at once, or is an error."""
+"""Ways to give a parameter new values after setup: each takes effect at once, or is an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "blocks.1.weight"
 
 
 class Net(nn.Module):
-    """In stage 3 each block is a unit that is whole for its own forward only."""
+    """In stage 3 each block is a unit that is unsharded for its own forward only."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def put_wrong_shape(net):
     written(net).data = torch.zeros(2, 3)
 
 
-# Refused where a part of the parameter is all that this rank has.
+# Refused in stage 3, where this rank has only a shard of the parameter.
 IN_STAGE_3 = {0: "taken", 1: "taken", 2: "taken", 3: "refused"}
 ALWAYS = dict.fromkeys(STAGES, "taken")
 NEVER = dict.fromkeys(STAGES, "refused")
@@ -140,7 +140,7 @@ IN_FORWARD = {
 
 
 def _train(rank, world_size, stage, param_dtype):
-    """By moment and way: what came of it, and whether values are those of one process."""
+    """By moment and way: the outcome, and whether the values are those of one process."""
     torch.manual_seed(0)
     net = Net()
     start, weight = copy.deepcopy(net), written(net)
@@ -164,7 +164,7 @@ def _train(rank, world_size, stage, param_dtype):
 
 
 def _steps(net, optimizer, write, is_inside, dtype=torch.float32, engine=None):
-    """Three steps; `write` before the second one, or in its forward."""
+    """Runs three steps; calls `write` before the second one, or in its forward."""
     x = torch.linspace(-1, 1, 24, dtype=dtype).view(2, 12)
     for step in range(3):
         if step == 1 and is_inside:
@@ -188,7 +188,7 @@ def _compared(net, start, write, is_inside):
 
 
 def _clip(rank, world_size, stage, param_dtype):
-    """Clips weights in the step's own context, as Wasserstein GANs do, and looks on one rank."""
+    """Clips weights inside the step's context, as Wasserstein GANs do; reads them on one rank."""
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -303,7 +303,7 @@ def test_wrong_data_in_gathered_on_one_rank_is_an_error_on_all(stage):
 
 
 def _fail(rank, world_size):
-    """An exception in a forward that has put data of a wrong shape into two parameters."""
+    """Raises in a forward that has assigned data of a wrong shape to two parameters."""
     torch.manual_seed(0)
     net = Net()
     before = copy.deepcopy(net.state_dict())

@@ -1,4 +1,4 @@
-"""Programs that assign `parameter.data` and keep what it was: equal to a plain module's."""
+"""Programs that assign `parameter.data` and keep its old tensor train as with a plain module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.distributed.ranks import run_ranks
 class Block(nn.Linear):
     def __init__(self):
         super().__init__(12, 12)
-        self.before = self.after = lambda block: None  # the use of its parameters, in its forward
+        # Called before and after the forward's use of the parameters.
+        self.before = self.after = lambda block: None
 
     def forward(self, x):
         self.before(self)
@@ -26,7 +27,7 @@ class Block(nn.Linear):
 
 
 class Net(nn.Module):
-    """In stage 3 each block is a unit that is whole for its own forward only."""
+    """In stage 3 each block is a unit that is unsharded for its own forward only."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +40,7 @@ class Net(nn.Module):
 
 
 class Average:
-    """The average of weights that is copied most: what is swapped is never copied."""
+    """The most common average of weights: it swaps tensors and never copies them."""
 
     def __init__(self, net):
         self.net = net
@@ -62,7 +63,7 @@ class Average:
 
 
 def average(run):
-    """Trains, validates with the average, goes on from the trained weights."""
+    """Trains, validates with the average, and continues from the trained weights."""
     ema = Average(run.net)
     for _ in range(2):
         run.train(), ema.update()
@@ -85,7 +86,7 @@ def save_the_average(run):
 
 
 def keep_a_backup_over_steps(run):
-    """What was swapped out stays what it was while others are trained."""
+    """The swapped-out weights keep their values while others are trained."""
     run.train()
     backup = {n: p.data for n, p in run.net.named_parameters()}
     for p in run.net.parameters():
@@ -112,7 +113,7 @@ def swap_units(run):
 
 
 def attack(run):
-    """FGM: gradients of weights that are moved along their gradient, and back."""
+    """FGM: gradients of weights that are moved along their gradient, and then moved back."""
     for _ in range(2):
         run.backward()
         backup = {}
@@ -126,7 +127,7 @@ def attack(run):
 
 
 def attack_by_assignment(run):
-    """AWP: as above, and nothing is written in place."""
+    """AWP: as FGM, without in-place writes."""
     for _ in range(2):
         run.backward()
         backup = {n: p.data for n, p in run.net.named_parameters()}
@@ -152,7 +153,7 @@ def nothing(block):
 
 
 def swap_in_forward(run):
-    """A block's weight is replaced between its use and its backward, a bias before its use."""
+    """A weight is replaced between its use and its backward, and a bias before its use."""
 
     def swap_used(block):
         block.weight.data = block.weight.data * 1.5
@@ -206,7 +207,7 @@ PROGRAMS = [
 
 
 class Plain:
-    """Runs a program on a plain module; `seen` is what it observes."""
+    """Runs a program on a plain module; `seen` records its results."""
 
     def __init__(self, net, dtype=torch.float32):
         self.net = net

@@ -1,4 +1,4 @@
-"""Weights that somebody writes between steps are trained on and saved, also beside masters."""
+"""Weights that the user writes between steps are trained on and saved, also beside a master."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.models import MLPModule
 
 
 class Clamp(pl.Callback):
-    """The weight clipping of a Wasserstein GAN."""
+    """Weight clipping of a Wasserstein GAN."""
 
     def on_train_batch_end(self, trainer, module, *args):
         for parameter in module.parameters():
@@ -24,7 +24,7 @@ class Clamp(pl.Callback):
 
 
 class LoadOnce(pl.Callback):
-    """Pretrained weights, loaded in a hook."""
+    """Loads pretrained weights in a hook."""
 
     def on_train_start(self, trainer, module):
         module.load_state_dict(
@@ -87,7 +87,7 @@ def test_the_batch_size_finder_works_on_one_device():
 
 
 def _small(stage):
-    """Two buckets, one weight used twice."""
+    """Two buckets, and one weight that is used twice."""
     torch.manual_seed(0)
     module = torch.nn.Sequential(
         torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
@@ -109,7 +109,7 @@ def _write_from(rank, world_size, stage):
     with torch.no_grad(), gathered(module[1], writeback=True, from_rank=last):
         if rank == last:
             module[1].weight.fill_(3)  # is module[0].weight, too
-        module[1].bias.fill_(0.5)  # alike on every rank
+        module[1].bias.fill_(0.5)  # the same on every rank
     weight, first, second, *rest = _values(module)
     assert weight.unique().tolist() == [3]
     assert second.unique().tolist() == [0.5]
@@ -144,7 +144,7 @@ def _write_differently(rank, world_size, stage):
         assert all(map(torch.equal, _values(module), before))
 
     def lone_write():
-        module[2].bias.fill_(1.0)  # alike on every rank, and dropped with the rest
+        module[2].bias.fill_(1.0)  # the same on every rank, and dropped with the rest
         if rank == 1:
             module[1].weight.add_(1)
 
