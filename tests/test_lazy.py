@@ -55,7 +55,7 @@ def test_a_flat_range_is_read_alone(stored, reads):
 
 
 def test_a_write_is_refused(stored):
-    with pytest.raises(RuntimeError, match="would write to a tensor whose values rest in a file"):
+    with pytest.raises(RuntimeError, match="would write to a tensor whose values are stored in a file"):
         stored.add_(1)
     with pytest.raises(RuntimeError, match="would write"):
         torch.add(VALUES, 1, out=stored)

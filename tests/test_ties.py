@@ -1,4 +1,4 @@
-"""Parameters that show the same memory are one; whatever else shares memory is refused."""
+"""Parameters that share memory are tied; other tensors that share memory are refused."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_parameter_that_an_optimizer_has_stays():
     by_data(net)
     optimizer = torch.optim.SGD([net.head.weight, *net.between.parameters()], lr=0.1)
     head = net.head.weight
-    with pytest.warns(UserWarning, match="one parameter from now on"):
+    with pytest.warns(UserWarning, match="they are now one parameter"):
         Engine(net, [optimizer], ZeroConfig(stage=1)).close()
     assert net.embedding.weight is net.head.weight is head
 
@@ -177,7 +177,7 @@ class Tied(Recorder):
             self.tie(self.net)
 
     def part_loss(self, part, rank):
-        warnings.filterwarnings("ignore", ".*they are one parameter from now on")
+        warnings.filterwarnings("ignore", ".*they are now one parameter")
         return (self.net(part[0])[:, :3] - part[1]).square().mean()
 
 
