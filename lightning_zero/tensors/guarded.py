@@ -126,7 +126,10 @@ class Placement:
 
 
 class GuardedParameter(nn.Parameter):
-    """Class of a parameter that is not unsharded. See [Note: Guarded parameters]."""
+    """Class of a parameter while it is sharded or being all-gathered.
+
+    See [Note: Guarded parameters].
+    """
 
     @classmethod
     def __torch_function__(
