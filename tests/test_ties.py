@@ -18,7 +18,7 @@ from tests.models import Recorder
 
 
 class Net(nn.Module):
-    """An embedding, a layer between, and a head."""
+    """An embedding, a layer, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ def test_an_attribute_that_views_a_parameter_is_named_in_a_warning():
 
 
 class Tied(Recorder):
-    """Ties in the constructor, or where `configure_model` builds."""
+    """Ties parameters in the constructor or in `configure_model`."""
 
     def __init__(self, tie, is_built_later=False, **options):
         super().__init__(**options)

@@ -53,7 +53,7 @@ def test_losses_and_parameters_equal_ddp(stage, world_size):
     expected = run_once(world_size, fit_all, "ddp", list(CASES))
     if world_size > 2:
         # Muon of torch rounds gradients to bfloat16: a difference in the last bit, from a sum of
-        # three ranks in another order, becomes 2^-9 of the gradient. Stages 1 to 3 sum in one order.
+        # three ranks in another order, becomes 2^-9 of the gradient. Stages 1 to 3 use one order.
         other = settings(1 if stage == 3 else 3, **BUCKETS)
         rounded = run_once(world_size, fit_all, other, [ROUNDED])
         expected = [{**theirs, **own} for theirs, own in zip(expected, rounded, strict=True)]
