@@ -101,20 +101,20 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
             f"of {name} does not see that step",
         )
     try:
-        undivided, start, flow, followed = _follow(optimizer, device)
+        undivided, start, flow, traced = _trace(optimizer, device)
     except CannotShardError:
         raise
     except Exception as error:
         raise ValueError(_why_not(optimizer, device, error)) from error
     run = partial(ProbeRun, optimizer, device, undivided)
-    dependence = _Dependence(run, flow, followed)
+    dependence = _Dependence(run, flow, traced)
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
     if not undivided.is_around_closure:
         _check_closure(optimizer, device, replace(undivided, has_closure=True))
-    counts = _changes(followed.numbers[1:]) or any(
-        not isinstance(key, Tensor) for key in followed.clone.state
+    counts = _changes(traced.numbers[1:]) or any(
+        not isinstance(key, Tensor) for key in traced.clone.state
     )
     runs = _DividedRuns(optimizer, device, undivided)
     # The rounding of slices may differ from that of the full tensor.
@@ -139,7 +139,7 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     )
 
 
-def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:
+def _trace(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:
     """Steps undivided tensors and traces them, until one of them changes.
 
     Returns:
@@ -153,17 +153,17 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
         undivided = replace(undivided, num_steps=num_steps)
         flow = Flow()
         try:
-            followed = ProbeRun(optimizer, device, undivided, flow=flow)
+            traced = ProbeRun(optimizer, device, undivided, flow=flow)
         except TypeError as error:  # the step may call the closure itself
             undivided = replace(undivided, is_around_closure=True)
             try:
-                followed = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
+                traced = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
             except Exception:
                 raise error from None
             needs_closure = error
-        is_moved = not torch.equal(start, followed.values())
-        if is_moved or any(flow.is_written(tensor) for tensor in followed.tensors.values()):
-            return undivided, start, flow, followed
+        is_moved = not torch.equal(start, traced.values())
+        if is_moved or any(flow.is_written(tensor) for tensor in traced.tensors.values()):
+            return undivided, start, flow, traced
     if needs_closure is not None:
         raise needs_closure
     raise _refusal(
@@ -190,15 +190,15 @@ class _Dependence:
 
     Args:
         run: Creates further runs.
-        flow: The flow of `followed`.
-        followed: A traced run on undivided tensors.
+        flow: The flow of `traced`.
+        traced: A traced run on undivided tensors.
     """
 
-    def __init__(self, run: Callable[..., ProbeRun], flow: Flow, followed: ProbeRun) -> None:
+    def __init__(self, run: Callable[..., ProbeRun], flow: Flow, traced: ProbeRun) -> None:
         self._run = run
         self._flow = flow
-        self._followed = followed
-        self._tensors = {number: t for (number, _), t in followed.tensors.items()}
+        self._traced = traced
+        self._tensors = {number: t for (number, _), t in traced.tensors.items()}
 
     @property
     def is_elementwise(self) -> bool:
@@ -229,7 +229,7 @@ class _Dependence:
 
     def _find_flow(self) -> str | None:
         """Finds a dependence across parameters by labels."""
-        for words, values in self._followed.last_values().items():
+        for words, values in self._traced.last_values().items():
             if self._flow.label_of(values):
                 return f"{words} depends on the gradients of its parameters"
         labels = {n: self._flow.label_of(self._values_of(n)) for n in self._tensors}
@@ -248,7 +248,7 @@ class _Dependence:
             altered = self._alter(parity)
             if altered is None:
                 return "its step uses numbers of gradients in a way that cannot be traced"
-            numbers = zip(self._followed.numbers, altered.numbers, strict=True)
+            numbers = zip(self._traced.numbers, altered.numbers, strict=True)
             for words in (w for one, other in numbers for w in _differing(one, other)):
                 return f"{words} depends on the gradients of its parameters"
             others = [number for number in self._tensors if number % 2 != parity]
@@ -271,7 +271,7 @@ class _Dependence:
         return None
 
     def _values_of(self, number: int) -> list[Any]:
-        return _values(self._followed, number)
+        return _values(self._traced, number)
 
     def _is_of_elements(self, number: int, value: Any) -> bool:
         """Whether each element of `value` depends only on the element at the same index."""
@@ -452,8 +452,8 @@ def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -
         for off in (None, 0.0, False):
             with suppress(Exception):
                 flow = Flow()
-                followed = run(flow=flow, options={key: off})
-                if _Dependence(run, flow, followed).find_crossing(start) is None:
+                traced = run(flow=flow, options={key: off})
+                if _Dependence(run, flow, traced).find_crossing(start) is None:
                     bound = value if isinstance(value, (int, float)) else _CLIPPED_AT
                     return (
                         f". Its option {key}={value!r} makes it do so: pass {key}={off!r}, and to "
@@ -481,16 +481,16 @@ def _check_closure(optimizer: Optimizer, device: torch.device, division: Divisio
     start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
     flow = Flow()
     try:
-        followed = run(flow=flow)
+        traced = run(flow=flow)
     except Exception:
         return  # the step has the parameter, but does not support closures
-    if not followed.is_closure_first:
+    if not traced.is_closure_first:
         raise _refusal(
             name,
             "it calls its closure more than once in a step, or after it has changed the "
             "parameters, but the gradients of all ranks are averaged once, before the step",
         )
-    if _Dependence(run, flow, followed).find_crossing(start) is not None:
+    if _Dependence(run, flow, traced).find_crossing(start) is not None:
         raise _refusal(name, "it uses the loss of its closure, which differs between ranks")
 
 
