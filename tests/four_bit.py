@@ -18,7 +18,7 @@ _BLOCK = 32
 
 
 class _Scales:
-    """What bitsandbytes calls a quant state: what is needed beside the codes."""
+    """Quant state of bitsandbytes: data needed next to the codes."""
 
     def __init__(self, absmax: Tensor) -> None:
         self.absmax = absmax
@@ -53,7 +53,7 @@ class Packed(nn.Parameter):
 
 
 class PackedLinear(nn.Linear):
-    """A stand-in for bitsandbytes' Linear4bit: saves its scales too, and does not load them."""
+    """Stands for Linear4bit of bitsandbytes: saves its scales, too, but does not load them."""
 
     def __init__(self, in_features: int, out_features: int, quant_storage: torch.dtype) -> None:
         super().__init__(in_features, out_features)
@@ -104,7 +104,7 @@ class FourBitModule(Recorder):
         self.head = nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tensor of shape (samples, 3)."""
+        """Output of shape (samples, 3)."""
         for base, adapter in zip(self.bases, self.adapters, strict=True):
             x = (base(x) + adapter(x)).tanh()
         return self.head(x)

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors, and modules that they train."""
+"""Optimizers that step full tensors, and modules that they train."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class _OfTensors(torch.optim.Optimizer):
         return loss
 
     def begin(self, parameters: list[Tensor]) -> None:
-        """Looks at all tensors that have gradients."""
+        """Called with all tensors that have gradients, before they are stepped."""
 
     def update(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
-        """Steps one."""
+        """Steps one tensor."""
         raise NotImplementedError
 
 
 class Lamb(_OfTensors):
-    """Adam, of which each tensor's step is as long as the tensor: You et al. (2020)."""
+    """LAMB (You et al., 2020): Adam with steps scaled to the norm of each tensor."""
 
     def __init__(self, params: Any, lr: float = 1e-2, eps: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "eps": eps})
@@ -60,7 +60,7 @@ class Lamb(_OfTensors):
 
 
 class NormedLamb(Lamb):
-    """Lamb with gradients divided by the norm of all of them."""
+    """Lamb with gradients divided by the norm of all gradients."""
 
     def begin(self, parameters: list[Tensor]) -> None:
         """See the class."""
@@ -70,13 +70,13 @@ class NormedLamb(Lamb):
 
 
 class Rows(_OfTensors):
-    """One number for each row, in a list; counts its calls, so it steps all in one call."""
+    """Keeps one number for each row, in a list; counts its calls, so it needs a single call."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "calls": 0})
 
     def begin(self, parameters: list[Tensor]) -> None:
-        """Counts."""
+        """Counts the calls."""
         for group in self.param_groups:
             group["calls"] += 1
 
@@ -162,7 +162,7 @@ class _TwoOptimizers(GPTModule):
 
 
 class _TwoClipped(_TwoOptimizers):
-    """The same over two micro-batches, clipped, with a Muon that does not round to bfloat16."""
+    """Two micro-batches, clipped, with a Muon that does not round to bfloat16."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         loss = self.loss(batch)
@@ -199,7 +199,7 @@ class _Conv(Recorder):
 
 
 class _Matrices(_Conv):
-    """Matrices alone, as Muon wants them."""
+    """Matrices only, as Muon requires."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(build=_MUON, **kwargs)
@@ -218,7 +218,7 @@ def _split(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     return matrices, rest
 
 
-# By name, a module and what the Trainer does to its gradients.
+# Modules and gradient options of the Trainer, by name.
 CASES: dict[str, tuple[Callable[..., Recorder], dict[str, Any]]] = {
     "Muon": (_Matrices, {}),
     "Adafactor": (partial(_Built, ADAFACTOR), {"gradient_clip_val": 0.3}),

@@ -53,10 +53,10 @@ class Blocks(torch.Tensor):
 
 
 class Blockwise(torch.optim.Optimizer):
-    """Momentum in Blocks where a tensor has 4096 elements or more in complete blocks, else in
-    float32.
+    """Adam with quantised moments, for tensors of at least 4096 elements that fill their blocks.
 
-    And Adam's second moment, in the same places, as plain tensors of codes and scales.
+    The momentum is stored in Blocks, the second moment as plain tensors of codes and scales. Other
+    tensors have float32 moments.
     """
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
@@ -76,7 +76,7 @@ class Blockwise(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """As torch's, which makes floats of codes."""
+        """Loads like torch, which casts codes to floats, and casts them back."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if isinstance(state["square"], dict):
@@ -100,7 +100,7 @@ class Blockwise(torch.optim.Optimizer):
 
 
 class BlockModule(Recorder):
-    """A weight of 20 blocks, and others that are too small to be quantised or no multiple."""
+    """A weight of 20 blocks, and weights that are too small or not a multiple of the block."""
 
     def __init__(self, kind: str = "tests.low_bit.Blockwise", **kwargs: Any) -> None:
         super().__init__(**kwargs)

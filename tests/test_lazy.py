@@ -1,4 +1,4 @@
-"""Tensors that are read when they are used."""
+"""Tensors whose values are read when they are used."""
 
 import copy
 import io
@@ -55,7 +55,9 @@ def test_a_flat_range_is_read_alone(stored, reads):
 
 
 def test_a_write_is_refused(stored):
-    with pytest.raises(RuntimeError, match="would write to a tensor whose values rest in a file"):
+    with pytest.raises(
+        RuntimeError, match="would write to a tensor whose values are stored in a file"
+    ):
         stored.add_(1)
     with pytest.raises(RuntimeError, match="would write"):
         torch.add(VALUES, 1, out=stored)

@@ -1,4 +1,4 @@
-"""What a probe finds out about optimizers, on toys shaped like their parameters."""
+"""Results of probes of optimizers, on small tensors shaped like their parameters."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_size_threshold_is_detected_where_parameters_reach_it():
 
 
 class InBlocks(torch.optim.SGD):
-    """Scales each block of elements, where a tensor has at least 4096 in whole blocks."""
+    """Scales each block of elements, if a tensor is a multiple of the block with at least 4096."""
 
     def __init__(self, params, block):
         super().__init__(params, lr=0.1)
@@ -132,7 +132,7 @@ def test_states_of_other_shapes_do_not_hinder_an_optimizer_that_has_stepped():
 
 
 class NormAbove(NormedLamb):
-    """Looks at all gradients where their norm is above a bound."""
+    """Clips by the norm of all gradients, if it exceeds a bound."""
 
     def begin(self, parameters):
         if parameters and torch.stack([p.grad.norm() for p in parameters]).norm() > 50:
@@ -140,7 +140,7 @@ class NormAbove(NormedLamb):
 
 
 class Impatient(Lamb):
-    """Wants a gradient for each of its tensors."""
+    """Raises if one of its tensors has no gradient."""
 
     def begin(self, parameters):
         if len(parameters) < sum(len(group["params"]) for group in self.param_groups):
@@ -152,7 +152,7 @@ class Impatient(Lamb):
     [
         (NormedLamb, "each parameter depends on the gradients of other parameters"),
         (NormAbove, "each parameter depends on the gradients of other parameters"),
-        (Impatient, "the others are empty and have no gradients (RuntimeError: a gradient is"),
+        (Impatient, "tensors are empty and have no gradients (RuntimeError: a gradient is"),
     ],
 )
 def test_a_step_that_couples_all_tensors_is_refused_with_name_and_reason(build, reason):
@@ -167,11 +167,11 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
         found(torch.optim.LBFGS(parameters((3, 4))))
 
 
-# ---------------------------------------------------------------- what values do not show
+# ---------------------------------------------------------------- dependence not visible in values
 
 
 class Followed(torch.optim.SGD):
-    """SGD after `prepare` of each gradient, with a number that is common to all."""
+    """SGD that calls `prepare` for each gradient, with a number shared by all."""
 
     def __init__(self, params, prepare, lr=0.1, **options):
         super().__init__(params, lr=lr)
@@ -295,7 +295,7 @@ def test_the_option_that_couples_all_gradients_is_named():
 
 
 class Late(torch.optim.SGD):
-    """Moves nothing in its first four steps, and keeps their number beside the parameters."""
+    """Changes nothing in its first four steps, and counts the steps in an attribute."""
 
     def __init__(self, params):
         super().__init__(params, lr=0.1)
@@ -315,7 +315,7 @@ def test_an_optimizer_that_begins_late_is_followed_until_it_moves():
 
 
 class Closing(torch.optim.SGD):
-    """SGD that takes the loss of its closure into account, or calls it as SAM does."""
+    """SGD that uses the loss of its closure, or calls the closure like SAM."""
 
     def __init__(self, params, way):
         super().__init__(params, lr=0.1)
@@ -326,7 +326,7 @@ class Closing(torch.optim.SGD):
         loss = 1.0
         if closure is not None and self.way == "again":
             closure()
-        if closure is not None and self.way == "elsewhere":
+        if closure is not None and self.way == "after a change":
             torch._foreach_add_(self.param_groups[0]["params"], 1.0)
         if closure is not None:
             loss = closure()
@@ -343,9 +343,9 @@ class Closing(torch.optim.SGD):
     ("way", "reason"),
     [
         ("again", "it calls its closure more than once in a step, or after"),
-        ("elsewhere", "it calls its closure more than once in a step, or after"),
-        ("number", "it uses the loss that its closure returns"),
-        ("tensor", "it uses the loss that its closure returns"),
+        ("after a change", "it calls its closure more than once in a step, or after"),
+        ("number", "it uses the loss of its closure"),
+        ("tensor", "it uses the loss of its closure"),
     ],
 )
 def test_unsupported_uses_of_a_closure_are_refused(way, reason):
@@ -355,7 +355,7 @@ def test_unsupported_uses_of_a_closure_are_refused(way, reason):
 
 
 class Around(torch.optim.Optimizer):
-    """Steps by another optimizer, as Lookahead and SAM do."""
+    """Wraps another optimizer, like Lookahead and SAM."""
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})

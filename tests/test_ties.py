@@ -1,4 +1,4 @@
-"""Parameters that show the same memory are one; whatever else shares memory is refused."""
+"""Parameters that share memory are tied; other tensors that share memory are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.models import Recorder
 
 
 class Net(nn.Module):
-    """An embedding, a layer between, and a head."""
+    """An embedding, a layer, and a head."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def test_the_parameter_that_an_optimizer_has_stays():
     by_data(net)
     optimizer = torch.optim.SGD([net.head.weight, *net.between.parameters()], lr=0.1)
     head = net.head.weight
-    with pytest.warns(UserWarning, match="one parameter from now on"):
+    with pytest.warns(UserWarning, match="they are now one parameter"):
         Engine(net, [optimizer], ZeroConfig(stage=1)).close()
     assert net.embedding.weight is net.head.weight is head
 
@@ -161,7 +161,7 @@ def test_an_attribute_that_views_a_parameter_is_named_in_a_warning():
 
 
 class Tied(Recorder):
-    """Ties in the constructor, or where `configure_model` builds."""
+    """Ties parameters in the constructor or in `configure_model`."""
 
     def __init__(self, tie, is_built_later=False, **options):
         super().__init__(**options)
@@ -177,7 +177,7 @@ class Tied(Recorder):
             self.tie(self.net)
 
     def part_loss(self, part, rank):
-        warnings.filterwarnings("ignore", ".*they are one parameter from now on")
+        warnings.filterwarnings("ignore", ".*they are now one parameter")
         return (self.net(part[0])[:, :3] - part[1]).square().mean()
 
 

@@ -1,14 +1,14 @@
-"""How the user's optimizers are stepped on shards. Imports core and all below it.
+"""Steps the user's optimizers on shards. Imports core and all below it.
 
-    flow          follows which elements each element of a step depends on
+    flow          data flow of an optimizer step: which elements each element depends on
     probe_run     steps a copy of an optimizer on small tensors
-    probe         decides by both: elementwise, whole tensors, or refused
-    clone         an optimizer's copy over other tensors
-    step          one step: all at once, or bucket by bucket with its states on another tier
-    chunks        one bucket, in chunks that are read, stepped and written behind each other
-    methods       other methods of an optimizer's class, which run where its step runs
-    state_view    what users see as `optimizer.state`
-    state         the state dict of whole tensors, in and out; states that one rank owns whole
+    probe         classifies an optimizer: elementwise, full tensors, or refused
+    clone         copies of an optimizer over other tensors
+    step          the optimizer step: all at once, or bucket by bucket with offloaded states
+    chunks        step of one bucket in chunks, which are read, stepped and written in a pipeline
+    methods       other methods of an optimizer's class, such as `train` and `eval`
+    state_view    `optimizer.state` as users see it
+    state         saves and loads full states; states of tensor owners
 
 Begin with `probe`, then `step`.
 """

@@ -1,15 +1,15 @@
-"""What one optimizer does to one bucket in one step, in chunks that a pipeline reads and writes.
+"""The step of one optimizer on one bucket, in chunks that a pipeline reads and writes.
 
-[Note: Stores in a step] A shard has up to five kinds of flat tensors: the master, the parameters
-that follow from it, the gradient, and the optimizer's states (Adam: two). Each has a store: memory
-of the device where the bucket is stepped, other memory, or a file. What rests in files passes
-through buffers of fixed size, so the shard is stepped in chunks; the rest is used where it is, or
-copied for the chunk.
+[Note: Stores in a step] A shard has up to five flat tensors: the main parameters, the parameters
+that are cast from them, the gradient, and the optimizer's states (Adam: two). Each has a store:
+memory of the device where the bucket is stepped, memory of another device, or a file. Tensors in
+files pass through buffers of fixed size, so the shard is stepped in chunks. Other tensors are used
+in place, or copied for the chunk.
 
-[Note: States in files] An optimizer makes its states in its first step, and only then we see which
-there are: tensors as long as the slice (moments), and others (a step counter), which every chunk
-gets a copy of. The former move to a file of their own for each key; `optimizer.state` then holds
-LazyTensors, which read them when somebody looks.
+[Note: States in files] An optimizer creates its states in its first step, so their keys are not
+known in advance. Some are tensors as long as the slice (moments); each key of these moves to a file
+of its own, and `optimizer.state` then holds LazyTensors, which read the file when they are used.
+Every chunk gets a copy of all other states (a step counter).
 """
 
 from __future__ import annotations
@@ -42,32 +42,37 @@ MASTER, PARAM, GRAD = "master", "param", "grad"
 
 @dataclass(frozen=True)
 class Chunk:
-    """Elements [start, stop) of a shard, and the files in which a part of it rests.
+    """Elements [start, stop) of a shard, with the files that have tensors of the shard.
 
-    The first one also stands for parameters of which this rank owns nothing.
+    The first chunk also includes parameters of which this rank owns no elements.
+
+    Attributes:
+        start: First element, a multiple of the page size.
+        stop: Element after the last one.
+        files: Files by name: "master", "param", "grad", or "state." with the key of a state.
     """
 
-    start: int  # a multiple of the page size
+    start: int
     stop: int
-    files: Mapping[str, FileShardStore]  # by name: "master", "param", "grad", or "state." and a key
+    files: Mapping[str, FileShardStore]
 
     @property
     def ranges(self) -> list[FileRange]:
-        """Of its files."""
+        """Range of this chunk in each file."""
         return [
             file.range_of(self.start, self.stop, is_read=name != PARAM, is_written=name != GRAD)
             for name, file in self.files.items()
         ]
 
     def tensors(self, views: Sequence[Tensor]) -> dict[str, Tensor]:
-        """By name, its elements, 1-D, of `views`: uint8, one for each range."""
+        """Elements of this chunk by name, 1-D, as views of `views` (uint8, one for each range)."""
         numel = self.stop - self.start
         named = zip(self.files.items(), views, strict=True)
         return {name: view.view(file.dtype)[:numel] for (name, file), view in named}
 
 
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
-    """The chunks that hold anything of `slots`; one where everything is in memory."""
+    """Chunks that contain elements of `slots`; one chunk if all tensors are in memory."""
     files = _files_of(bucket)
     numel = bucket.shards.ensure_master().numel
     step = numel
@@ -78,7 +83,7 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
         if not step:
             raise ValueError(
                 f"a buffer of {nbytes} bytes cannot hold {PAGE_BYTES} elements of all {len(files)} "
-                f"tensors of {bucket.plan.name} that rest in files; use a larger buffer_size."
+                f"tensors of {bucket.plan.name} that are stored in files; use a larger buffer_size."
             )
     own = bucket.shards.own_ranges
     return [
@@ -89,15 +94,15 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
 
 
 def _part_of(own: range, start: int, stop: int) -> range:
-    """Elements of a slot, which are `own` in the shard, that lie within [start, stop)."""
+    """Elements of the range `own` that lie within [start, stop)."""
     first = max(own.start, start)
     return range(first, max(first, min(own.stop, stop)))
 
 
 def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
-    """By name, the stores that are files and pass through buffers."""
+    """Stores of a bucket that are files and pass through buffers, by name."""
     if bucket.plan.layout.has_tensor_owners:
-        return {}  # a chunk would end within a tensor: its shard is read and written at once
+        return {}  # a chunk could end within a tensor, so the shard is read and written at once
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_own_master:
         stores[PARAM] = bucket.shards.param_shard
@@ -106,14 +111,15 @@ def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
 
 
 class BucketStep:
-    """One step of one bucket, with the gradients as they are when it is made.
+    """One step of one bucket, with the gradients at the time of construction.
 
     Attributes:
-        bucket: It is in flight (`begin_step`) while its chunks are stepped.
-        device: Where they are stepped.
-        grads: By slot that is stepped, the gradient as it was.
-        is_in_chunks: A part of a slice may be stepped.
-        known: By slot, states after the chunks so far.
+        bucket: The bucket; in flight (`begin_step`) while its chunks are stepped.
+        clone: Copy of the optimizer's settings.
+        device: Device on which the chunks are stepped.
+        grads: Gradients by slot, of the slots that are stepped.
+        is_in_chunks: Whether slices may be stepped in several parts.
+        new_states: States in memory after the chunks so far, by slot.
     """
 
     def __init__(self, bucket: Bucket, clone: OptimizerClone) -> None:
@@ -127,11 +133,11 @@ class BucketStep:
             if grad is not None and is_stepped:
                 self.grads[index] = grad
         self._move_states()
-        self.known: dict[int, dict[str, Any]] = {}
+        self.new_states: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
     def _move_states(self) -> None:
-        """Moves states to where they are stepped and rest: loaded ones may be elsewhere."""
+        """Moves states, which may have been loaded to another place, to their tier."""
         shards = self.bucket.shards
         is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
         if not is_offloaded and not shards.keeps_states_in_files:
@@ -146,56 +152,60 @@ class BucketStep:
                 shards.adopt_state(index, state)
 
     def chunks(self) -> list[ChunkStep]:
-        """In order. They are made when the bucket is in flight."""
+        """Chunks in order, to be created while the bucket is in flight."""
         chunks = chunks_of(self.bucket, self.grads)
         self.is_in_chunks = bool(chunks[0].files) or self.bucket.shards.keeps_states_in_files
         return [ChunkStep(self, chunk) for chunk in chunks]
 
 
 class ChunkStep:
-    """One step of one chunk: `start_load`, `load` what is stepped, `store` what has come of it."""
+    """One step of one chunk: `start_load`, `load`, the step, then `store`."""
 
-    def __init__(self, of: BucketStep, chunk: Chunk) -> None:
-        self.of = of
+    def __init__(self, bucket_step: BucketStep, chunk: Chunk) -> None:
+        self.bucket_step = bucket_step
         self.chunk = chunk
-        self._shards = of.bucket.shards
-        self._name = of.bucket.plan.name
-        self._state = raw_states(of.clone.optimizer)
-        self._memory: dict[str, Tensor] = {}  # by name, what rests in files
-        self._master: Tensor | None = None  # where it is stepped
+        self._shards = bucket_step.bucket.shards
+        self._name = bucket_step.bucket.plan.name
+        self._state = raw_states(bucket_step.clone.optimizer)
+        self._memory: dict[str, Tensor] = {}  # tensors of files in a buffer, by name
+        self._master: Tensor | None = None  # main parameters, on the device of the step
         self._arrival: streams.Event | None = None
         self._slices: dict[int, tuple[range, Slice]] = {}  # by slot, with its elements
 
     def start_load(self) -> None:
-        """A master that rests in other memory begins to travel to where it is stepped."""
+        """Starts to copy main parameters in other memory to the device of the step."""
         if MASTER in self.chunk.files:
             return
-        resting = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
-        device, moving = self.of.device, self._shards.storage.recorder.copy_span
-        with moving(self._name, resting.nbytes, resting.device, device):
-            self._master = resting.to(device, non_blocking=True)  # page-locked, if on the CPU
-        if resting.device.type == "cuda" and device.type == "cpu":
-            self._arrival = streams.current(resting.device).record_event()
+        stored = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
+        device, copy_span = self.bucket_step.device, self._shards.storage.recorder.copy_span
+        with copy_span(self._name, stored.nbytes, stored.device, device):
+            self._master = stored.to(device, non_blocking=True)  # pinned, if on the CPU
+        if stored.device.type == "cuda" and device.type == "cpu":
+            self._arrival = streams.current(stored.device).record_event()
 
     def load(self, views: list[Tensor]) -> list[Slice]:
-        """What is to be stepped, with gradients and states. `views`: as of `Chunk.tensors`."""
+        """Returns the slices to step, with gradients and states.
+
+        Args:
+            views: Buffers of the files; see `Chunk.tensors`.
+        """
         self._memory = self.chunk.tensors(views)
         if MASTER in self._memory:
             self._master = self._memory[MASTER]
         if self._arrival is not None:
             self._arrival.synchronize()
         own_ranges, chunk = self._shards.own_ranges, self.chunk
-        for index in self.of.grads:
+        for index in self.bucket_step.grads:
             part = _part_of(own_ranges[index], chunk.start, chunk.stop)
             if part or (chunk.start == 0 and not own_ranges[index]):
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
     def store(self) -> None:
-        """Stepped values and states go where they rest."""
+        """Writes stepped values and states to their stores."""
         assert self._master is not None
         for index, (part, stepped) in self._slices.items():
-            self._keep_state(index, part, stepped)
+            self._store_state(index, part, stepped)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
             storage.upload(self._master, shards.ensure_master(), start, self._name)
@@ -204,80 +214,85 @@ class ChunkStep:
                 self._memory[PARAM].copy_(self._master)
             else:
                 storage.upload(self._master, shards.param_shard, start, self._name)
-        self._master = self._arrival = None  # others of the step are still to come
+        self._master = self._arrival = None  # free the memory for the next chunks
         self._slices, self._memory = {}, {}
 
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None
-        parameter, own = self.of.bucket.parameters[index], self._shards.own_ranges[index]
+        parameter = self.bucket_step.bucket.parameters[index]
+        own = self._shards.own_ranges[index]
         here = slice(part.start - self.chunk.start, part.stop - self.chunk.start)
         if GRAD in self._memory:
             grad = self._memory[GRAD][here]
         else:
-            whole = self.of.grads[index].reshape(-1)
-            grad = whole[part.start - own.start : part.stop - own.start]
-        grad = grad.to(self.of.device, self._master.dtype)
+            own_grad = self.bucket_step.grads[index].reshape(-1)
+            grad = own_grad[part.start - own.start : part.stop - own.start]
+        grad = grad.to(self.bucket_step.device, self._master.dtype)
         data, state = self._master[here], self._state.get(parameter, {})
-        if self.of.is_in_chunks:
+        if self.bucket_step.is_in_chunks:
             state = {
-                key: self._chunk_of(key, value, own, part, here) for key, value in state.items()
+                key: self._chunk_of_state(key, value, own, part, here)
+                for key, value in state.items()
             }
         if len(part) == len(own):
             shape = self._shards.step_shapes[index]
             data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
-    def _chunk_of(self, key: str, value: Any, own: range, part: range, here: slice) -> Any:
-        """What a chunk sees of a state: its elements, or a copy of what is one for all chunks."""
+    def _chunk_of_state(self, key: str, value: Any, own: range, part: range, here: slice) -> Any:
+        """Elements of a state in this chunk, or a copy of a state that is not elementwise."""
         if isinstance(value, LazyTensor):
             return self._memory[f"state.{key}"][here]
         if is_elementwise_state(value, len(own)):
             return value[part.start - own.start : part.stop - own.start]
         return copy.deepcopy(value)
 
-    def _keep_state(self, index: int, part: range, stepped: Slice) -> None:
+    def _store_state(self, index: int, part: range, stepped: Slice) -> None:
         parameter = stepped.parameter
-        if not self.of.is_in_chunks:
+        if not self.bucket_step.is_in_chunks:
             if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
                 self._state[parameter] = stepped.state
-                check_sliced_states(self.of.clone.optimizer, parameter)
+                check_sliced_states(self.bucket_step.clone.optimizer, parameter)
             return
         shards, start = self._shards, self.chunk.start
         own = shards.own_ranges[index]
-        known = self.of.known.setdefault(index, {})  # in memory; other keys are in files
+        new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files
         for key, value in stepped.state.items():
+            buffer = self._memory.get(f"state.{key}")
             if not is_elementwise_state(value, len(part)):
-                known[key] = value
+                new[key] = value
             elif not shards.keeps_states_in_files:
-                if key not in known:
+                if key not in new:
                     old = self._state.get(parameter, {}).get(key)
-                    is_there = is_elementwise_state(old, len(own))
-                    known[key] = old if is_there else value.new_zeros(len(own))
-                _write(known[key][part.start - own.start : part.stop - own.start], value)
-            elif (view := self._memory.get(f"state.{key}")) is not None:
-                _write(view[part.start - start : part.stop - start], value)
-            else:  # made in this step
+                    has_old = is_elementwise_state(old, len(own))
+                    new[key] = old if has_old else value.new_zeros(len(own))
+                _write(new[key][part.start - own.start : part.stop - own.start], value)
+            elif buffer is not None:
+                _write(buffer[part.start - start : part.stop - start], value)
+            else:  # created in this step
                 shards.state_store(key, value.dtype).write(part.start, value)
         if stepped.state and (not own or part.stop == own.stop):
             self._state[parameter] = {
-                key: known[key] if key in known else shards.state_view(index, key)
+                key: new[key] if key in new else shards.state_view(index, key)
                 for key in stepped.state
             }
 
 
 def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
-    """Takes `steps`, of one optimizer and one device, in one call of the optimizer.
+    """Steps chunks of one optimizer and one device in one call of the optimizer.
 
-    `views`: uint8, of what rests in files; empty where there are several.
+    Args:
+        steps: Steps of the chunks.
+        views: Buffers (uint8) of the files of a single chunk; empty for several chunks.
     """
-    first, last = steps[0].of.bucket, steps[-1].of.bucket
+    first, last = steps[0].bucket_step.bucket, steps[-1].bucket_step.bucket
     name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
-    is_host = steps[0].of.device.type == "cpu"
+    is_host = steps[0].bucket_step.device.type == "cpu"
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
         slices = [one for step in steps for one in step.load(views)]
         if slices:
-            steps[0].of.clone.step(slices)
+            steps[0].bucket_step.clone.step(slices)
         for step in steps:
             step.store()
 

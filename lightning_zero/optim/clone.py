@@ -1,14 +1,14 @@
 """Copies of the user's optimizer, and steps of slices of parameters with them.
 
-[Note: Stand-ins] An optimizer knows a parameter by its object: as a member of a group and as the
-key of its state. To step a slice of it, in memory of our choice, perhaps on a worker's thread, a
+[Note: Stand-ins] An optimizer identifies a parameter by its object: as a member of a group and as
+the key of its state. To step a slice of a parameter in other memory, perhaps in a worker thread, a
 *copy* of the optimizer (same class, same attributes, no hooks) gets groups with the same settings
-whose members are stand-ins: fresh parameters over the slice, with its gradient and its state. The
-user's objects are not touched, so nobody sees a step half done.
+whose members are stand-ins: new parameters over the slice, with its gradient and its state. The
+user's objects are not changed, so an unfinished step is never visible.
 
-[Note: Numbers on their way] A loss scaler, or a rate that is a tensor, rests on the device. torch's
-fused steps send such a number to the CPU without waiting, and read it there at once, before it has
-come. So whoever steps on the CPU gets numbers that are there.
+[Note: Asynchronous copies of scalars] The scale of a loss scaler, or a learning rate that is a
+tensor, is on the device. The fused steps of torch copy such a scalar to the CPU asynchronously and
+read it there before the copy has finished. So steps on the CPU get scalars that are already there.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -49,15 +50,20 @@ def copy_of(
     groups: list[dict[str, Any]],
     attributes: Mapping[str, Any] | None = None,
 ) -> Optimizer:
-    """One of the same class over `groups`, without state or hooks, to be stepped by `raw_step`.
+    """Copies an optimizer without its state and hooks, to be stepped by `raw_step`.
 
-    `attributes`: of `optimizer`, as they were; None: as they are.
+    Args:
+        optimizer: The optimizer to copy.
+        groups: Parameter groups of the copy.
+        attributes: Attributes of the copy; None: those of `optimizer`.
     """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
     for name in list(copy.__dict__):
         if callable(getattr(type(optimizer), name, None)):
-            del copy.__dict__[name]  # a wrapper, a scheduler's of `step` say, around the original
+            del copy.__dict__[
+                name
+            ]  # a wrapper, such as a scheduler's `step`, bound to the original
     copy._optimizer_step_pre_hooks = OrderedDict()
     copy._optimizer_step_post_hooks = OrderedDict()
     copy.state = defaultdict(dict)
@@ -66,7 +72,7 @@ def copy_of(
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a group; numbers that rest in tensors are copied."""
+    """Settings of a parameter group; those that are tensors are copied."""
     return {
         key: value.clone() if isinstance(value, Tensor) else value
         for key, value in group.items()
@@ -75,64 +81,77 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_device_scalar(value: Any) -> bool:
+    """Whether `value` is a 0-dim tensor on a device other than the CPU."""
     return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
 
 
 def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values`; 0-dim tensors are on the CPU, and there. See [Note: Numbers on their way]."""
+    """Copies device scalars to the CPU. See [Note: Asynchronous copies of scalars]."""
     return {key: value.cpu() if is_device_scalar(value) else value for key, value in values.items()}
 
 
 def raw_step(optimizer: Optimizer, **arguments: Any) -> None:
-    """The step function itself, under the wrapper that torch puts around it to call hooks."""
+    """Calls the step function of the class without torch's wrapper, which calls hooks."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
     step(optimizer, **arguments)
 
 
 def enter_training(optimizer: Optimizer) -> None:
-    """A schedule-free optimizer is born in evaluation, where it cannot be stepped."""
+    """Calls `optimizer.train()`, if it exists: schedule-free optimizers start in eval mode."""
     train = getattr(optimizer, "train", None)
     if callable(train):
-        with suppress(TypeError):  # another kind of `train`, which wants arguments
+        with suppress(TypeError):  # an unrelated `train` that requires arguments
             train()
 
 
 def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
-    """The state that a copy of `optimizer` has of a parameter with these values after one step.
+    """Steps a copy of `optimizer` once on a small parameter, and returns its state.
 
-    `group`: whose settings it has. Gradients are ones.
+    Args:
+        optimizer: The optimizer to copy.
+        values: Values of the parameter. Its gradient is one.
+        group: Index of the parameter group whose settings are used.
     """
-    toy = nn.Parameter(values)
-    toy.grad = torch.ones_like(toy)
+    parameter = nn.Parameter(values)
+    parameter.grad = torch.ones_like(parameter)
     settings = settings_of(optimizer.param_groups[group])
-    copy = copy_of(optimizer, [{**settings, "params": [toy]}])
-    with torch.random.fork_rng(devices=[]):  # it may draw
+    copy = copy_of(optimizer, [{**settings, "params": [parameter]}])
+    with torch.random.fork_rng(devices=[]):  # the step may use random numbers
         enter_training(copy)
         try:
             raw_step(copy)
-        except TypeError:  # it wants a closure
+        except TypeError:  # the step needs a closure
             raw_step(copy, closure=lambda: 0.0)
-    state: dict[str, Any] = copy.state.get(toy, {})
+    state: dict[str, Any] = copy.state.get(parameter, {})
     return state
 
 
 @dataclass
 class Slice:
-    """A part of one parameter of the user's."""
+    """A slice of one parameter of the user, to be stepped.
+
+    Attributes:
+        parameter: The user's parameter.
+        data: Values, stepped in place: 1-D, or n-D if the slice is the full parameter.
+        grad: Gradient, of the shape of `data`.
+        state: State of the optimizer for the slice; replaced after the step.
+    """
 
     parameter: nn.Parameter
-    data: Tensor  # stepped in place: 1-D, or the whole parameter, n-D
-    grad: Tensor  # like `data`
-    state: dict[str, Any]  # the optimizer's; replaced by what it knows after the step
+    data: Tensor
+    grad: Tensor
+    state: dict[str, Any]
 
 
 class OptimizerClone:
-    """An optimizer as it is now, to be stepped later: a scheduler may change the rate meanwhile.
+    """Snapshot of an optimizer's settings, to step slices later with them.
+
+    A scheduler may change the settings of the optimizer before the step has finished.
 
     Attributes:
-        optimizer: The user's.
-        group_of: Index of the group of every member.
+        optimizer: The user's optimizer.
+        group_of: Index of the parameter group, by parameter.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -150,7 +169,7 @@ class OptimizerClone:
         return groups, scalars_to_cpu(self._attributes)
 
     def step(self, slices: Sequence[Slice]) -> None:
-        """One step on `slices`, of one device. See [Note: Stand-ins]."""
+        """Steps `slices`, which are on one device. See [Note: Stand-ins]."""
         is_on_cpu = slices[0].data.device.type == "cpu"
         all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
         groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
@@ -169,7 +188,7 @@ class OptimizerClone:
 
 def _stand_in(part: Slice) -> nn.Parameter:
     stand_in = nn.Parameter(part.data)
-    if len(part.parameter.__dict__) > 1:  # what a user has written on it
+    if len(part.parameter.__dict__) > 1:  # it has attributes set by the user
         stand_in.__dict__.update(attributes_of(part.parameter))
     stand_in.grad_dtype = None  # gradients may have another dtype
     stand_in.grad = part.grad

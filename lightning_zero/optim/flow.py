@@ -1,19 +1,19 @@
-"""Follows, through the operations of an optimizer step, which elements each element depends on.
+"""Data flow of an optimizer step: finds the elements on which each element depends.
 
-[Note: Labels] Every element of every tensor has a label: 0 where no parameter, gradient or state
-has flowed into it; the label of one element of one owner; or that of several elements of one owner,
-or of several owners. An *owner* is a parameter with its gradient and its states. Labels of
-operands are united: equal ones stay, different elements of one owner become "several of it", and
-different owners become `GLOBAL`. Random numbers are `RANDOM`, and so is whatever they flow into.
+[Note: Labels] Every element of every tensor has a label: 0 if it depends on no parameter, gradient
+or state; else the label of one element of one owner, of several elements of one owner, or of
+several owners. An *owner* is a parameter with its gradient and its states. Labels of operands are
+united: equal labels stay, different elements of one owner become "several elements of it", and
+different owners become `GLOBAL`. Random numbers, and all values computed from them, are `RANDOM`.
 
-Labels rest beside storages, not tensors, so that views and in-place operations need no rule of
-their own. Of each operation it is known whether it works element by element, moves elements, or
-makes new ones; any other unites all that it reads in all that it writes. No value is looked at,
-so what is found holds for all values.
+Labels are stored per storage, not per tensor, so views and in-place operations need no rules of
+their own. Each operation is classified: it works element by element, moves elements, or creates
+values. Any other operation unites the labels of all inputs in all outputs. The labels do not depend
+on values, so the result holds for all values.
 
-[Note: Numbers] Where Python reads a number (`item()`, `bool(tensor)`), tensors do not show where it
-goes. Its owner is recorded, and `alter` may replace the number, so that a second run shows who
-else uses it. What leaves torch altogether (`numpy()`) is recorded as lost.
+[Note: Numbers] When Python reads a number (`item()`, `bool(tensor)`), its further use is not
+visible in tensors. Its owner is recorded, and `alter` may replace the number, so that a second run
+shows which parameters depend on it. Values that leave torch (`numpy()`) make the step untraceable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lightning_zero.tensors.composite import plain_tensors
 __all__ = ["GLOBAL", "RANDOM", "Flow", "element_labels", "owner_of", "united"]
 
 _SHIFT = 40
-_SEVERAL = (1 << _SHIFT) - 1  # in place of the number of an element
+_SEVERAL = (1 << _SHIFT) - 1  # in place of an element number: several elements of the owner
 GLOBAL = 1 << 62
 RANDOM = GLOBAL + 1
 
@@ -44,36 +44,38 @@ _NEW = {
     *("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros"),
     *("new_ones", "new_full", "new_empty_strided", "zero_", "fill_.Scalar", "fill.Scalar"),
     *("_foreach_zero", "_foreach_zero_"),
-}  # whose values depend on no operand
+}  # operations whose results depend on no operand
 _BY_ELEMENT = {
     *("clone", "_to_copy", "copy_", "copy", "fill_.Tensor", "fill.Tensor", "complex", "polar"),
     *("masked_fill_", "lerp_", "_conj_physical", "clip_", "where", "threshold", "threshold_"),
-}  # beside those that torch tags
-_OVERWRITING = {"copy_", "copy", "_foreach_copy_", "_foreach_copy"}  # their first operand
+}  # elementwise operations that torch does not tag
+# Operations that overwrite their first operand without reading it.
+_OVERWRITING = {"copy_", "copy", "_foreach_copy_", "_foreach_copy"}
 _MOVING = {
     *("cat", "stack", "flip", "roll", "repeat", "tril", "triu", "diag_embed", "_unsafe_view"),
     *("select_scatter", "slice_scatter", "diagonal_scatter", "unfold_copy", "select_copy"),
     *("slice_copy", "transpose_copy", "permute_copy", "view_copy", "narrow_copy", "split_copy"),
 }
-_OF_EACH_TENSOR = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}  # one number for each
+# Operations on lists that return one number for each tensor.
+_OF_EACH_TENSOR = {"_foreach_norm", "_foreach_max", "_foreach_powsum"}
 _READING = {"numpy", "__array__", "__dlpack__"}
 _MAX_NUM_READ = 100_000
 _NUM_OPS_PER_PURGE = 64
 
 
 def element_labels(owner: int, like: Tensor) -> Tensor:
-    """Labels of the elements of `owner`, int64, shaped like the tensor that has one for each."""
+    """Labels of the elements of `owner`, int64, of the shape of `like`."""
     numbers = torch.arange(like.numel(), device=like.device)
     return numbers.add_((owner + 1) << _SHIFT).view(like.shape)
 
 
 def owner_of(label: int) -> int | None:
-    """The only owner of what has this label; None for `GLOBAL` and `RANDOM`."""
+    """Owner in a label; None for `GLOBAL` and `RANDOM`."""
     return None if label >= GLOBAL else (label >> _SHIFT) - 1
 
 
 def united(labels: Tensor | None) -> int:
-    """One label for all."""
+    """Unites labels to one label."""
     if labels is None or not labels.numel():
         return 0
     lowest, highest = (int(label) for label in labels.aminmax())
@@ -85,7 +87,7 @@ def united(labels: Tensor | None) -> int:
 
 
 def _unite(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Element by element, with broadcasting."""
+    """Unites two tensors of labels element by element, with broadcasting. None: all are 0."""
     if one is None or other is None:
         return other if one is None else one
     if one.shape == other.shape and torch.equal(one, other):
@@ -98,14 +100,20 @@ def _unite(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 @dataclass
 class _Labels:
-    """Labels of one storage: `values` has one for every `itemsize` bytes; None: all are 0."""
+    """Labels of one storage.
+
+    Attributes:
+        itemsize: Bytes that one label stands for.
+        values: Labels, 1-D, int64; None: all are 0.
+        is_written: Whether an operation has written the storage.
+    """
 
     itemsize: int = 1
-    values: Tensor | None = None  # 1-D, int64
+    values: Tensor | None = None
     is_written: bool = False
 
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Those of the elements of `tensor`, shaped like it; a view where sizes of items agree."""
+        """Labels of the elements of `tensor`, of its shape; a view if the item sizes are equal."""
         if self.values is None:
             return None
         self._fit(tensor)
@@ -117,6 +125,7 @@ class _Labels:
         return labels
 
     def put(self, tensor: Tensor, labels: Tensor | int | None) -> None:
+        """Sets the labels of the elements of `tensor`; see `Flow.put`."""
         if self.values is None:
             if labels is None:
                 return
@@ -127,15 +136,15 @@ class _Labels:
         parts = tensor.itemsize // self.itemsize
         view = self._view(tensor, parts)
         if isinstance(labels, Tensor):
-            labels = labels.clone() if parts > 1 else labels  # it may be a view of the same labels
+            labels = labels.clone() if parts > 1 else labels  # it may alias `view`
             view.copy_(labels.unsqueeze(-1))
         else:
             view.fill_(labels or 0)
 
     def _fit(self, tensor: Tensor) -> None:
-        """Fits `values` to a storage that has grown, or that is seen in smaller items.
+        """Adapts `values` to a storage that has grown, or to a view with smaller items.
 
-        Each smaller item takes its label from the one that it is a part of.
+        Each smaller item gets the label of the larger item that contains it.
         """
         assert self.values is not None
         if tensor.itemsize < self.itemsize:
@@ -153,15 +162,15 @@ class _Labels:
 
 
 class Flow(TorchDispatchMode):
-    """While it is entered, labels follow all operations. See [Note: Labels].
+    """Mode that propagates labels through all operations. See [Note: Labels].
 
     Args:
-        alter: Called with the label of each number that Python reads, the number, and how often
-            the flow has been entered: what Python gets instead. See [Note: Numbers].
+        alter: Called with the label of each number that Python reads, the number, and the count of
+            `__enter__` calls; returns the number that Python gets. See [Note: Numbers].
 
     Attributes:
-        owners_read: Of which Python has read numbers; None stands for several owners.
-        lost: What took values where they cannot be followed, for an error's text; None: nothing.
+        owners_read: Owners of numbers that Python has read; None stands for several owners.
+        untraceable: Name of the call that took values out of torch, for errors; None: no such call.
     """
 
     def __init__(self, alter: Callable[[int, Any, int], Any] | None = None) -> None:
@@ -171,47 +180,47 @@ class Flow(TorchDispatchMode):
         self._alter = alter
         self._known: dict[StorageWeakRef, _Labels] = {}  # by storage; dead ones are purged
         self._num_ops = self._num_read = self._num_entered = 0
-        self._leaving = _Leaving(self)
+        self._exits = _ExitDetector(self)
 
     def __enter__(self) -> Flow:
         self._num_entered += 1
-        self._leaving.__enter__()
+        self._exits.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._leaving.__exit__(*error)
+        self._exits.__exit__(*error)
 
     # ---------------------------------------------------------------- labels
 
     def mark(self, tensor: Tensor, owner: int) -> None:
-        """`tensor` has one element for each of the owner's, and shows these from now on."""
+        """Labels the elements of `tensor` as those of `owner`."""
         known = self._known.setdefault(StorageWeakRef(tensor.untyped_storage()), _Labels())
         known.put(tensor, element_labels(owner, tensor))
 
     def labels_of(self, tensor: Tensor) -> Tensor | None:
-        """Shaped like `tensor`; None: all are 0."""
+        """Labels of `tensor`, of its shape; None: all are 0."""
         known = self._known.get(StorageWeakRef(tensor.untyped_storage()))
         return None if known is None else known.of(tensor)
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether an operation has written its memory while this was entered."""
+        """Whether an operation in this mode has written the memory of `tensor`."""
         known = self._known.get(StorageWeakRef(tensor.untyped_storage()))
         return known is not None and known.is_written
 
     def has_labels(self, tree: Any) -> bool:
-        """Whether anything may have flowed into the tensors of `tree`."""
+        """Whether the tensors of `tree` may depend on an owner."""
         known = (self._known.get(StorageWeakRef(t.untyped_storage())) for t in _tensors(tree))
         return any(labels is not None and labels.values is not None for labels in known)
 
     def label_of(self, tree: Any) -> int:
-        """One label for all tensors in `tree`."""
+        """United label of all tensors in `tree`."""
         labels = [united(self.labels_of(tensor)) for tensor in plain_tensors(tree)]
         return united(torch.tensor(labels, dtype=torch.int64))
 
     def put(self, tensor: Tensor, labels: Tensor | int | None) -> None:
-        """Labels of the elements of `tensor`: shaped like it, or one for all; None: 0."""
+        """Sets the labels of the elements of `tensor`: of its shape, or one for all; None: 0."""
         known = self._known.setdefault(StorageWeakRef(tensor.untyped_storage()), _Labels())
         known.put(tensor, labels)
         known.is_written = True
@@ -222,7 +231,7 @@ class Flow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # it is made of plain tensors, whose operations come here
+            return NotImplemented  # the operations of its inner tensors arrive here
         kwargs = kwargs or {}
         self._num_ops += 1
         if self._num_ops % _NUM_OPS_PER_PURGE == 0:
@@ -232,42 +241,50 @@ class Flow(TorchDispatchMode):
         return _Operation(self, func, args, kwargs).run()
 
     def read(self, label: int, number: Any) -> Any:
-        """Python reads `number`: returns what it gets."""
+        """Records that Python reads `number`, and returns the number that Python gets."""
         if not label:
             return number
         self.owners_read.add(owner_of(label))
         self._num_read += 1
         if self._num_read > _MAX_NUM_READ:
-            raise RuntimeError("the step reads numbers without end")
+            raise RuntimeError("the step reads an unbounded count of numbers")
         return number if self._alter is None else self._alter(label, number, self._num_entered)
 
 
 class _Rule(Enum):
-    """How labels of what is written follow from labels of what is read."""
+    """Rule by which the labels of outputs follow from the labels of inputs."""
 
-    NEW = "none"
+    NEW = "no labels"
     RANDOM = "random"
-    OF_LISTS = "those at the same place in all lists"
-    OF_FUSED = "the same, in a fused step"
+    OF_LISTS = "labels at the same index of all lists"
+    OF_FUSED = "labels at the same index of all lists, in a fused step"
     BY_ELEMENT = "element by element"
-    MOVED = "as elements are"
-    ALL = "all of them for each"
+    MOVED = "labels move with the elements"
+    ALL = "each output element depends on all inputs"
 
 
 @dataclass(frozen=True)
 class _Signature:
-    """What is known of an operation before it is called."""
+    """Properties of an operator.
+
+    Attributes:
+        rule: Rule for labels.
+        is_set_masked: Whether it is `tensor[...] = values`.
+        names: Names of its arguments.
+        written: Names of the arguments that it writes.
+        not_read: Names of the arguments that it only writes.
+    """
 
     rule: _Rule
     is_set_masked: bool
-    names: tuple[str, ...]  # of the arguments
-    written: frozenset[str]  # of those, which it writes
-    not_read: frozenset[str]  # of those, which it only writes
+    names: tuple[str, ...]
+    written: frozenset[str]
+    not_read: frozenset[str]
 
     @staticmethod
     @cache
     def of(func: Any) -> _Signature:
-        """The signature of an operator of torch's, or of a library's."""
+        """Signature of an operator of torch or of a library."""
         arguments = func._schema.arguments
         name = str(func.overloadpacket.__name__)
         names = {name, f"{name}.{func._overloadname}"}
@@ -301,7 +318,7 @@ def _rule_of(func: Any, name: str, names: set[str], *, has_written: bool) -> _Ru
 
 
 class _Operation:
-    """One operation: runs it, and labels what it has written."""
+    """One call of an operator: runs it, and labels its outputs."""
 
     def __init__(self, flow: Flow, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
         self._flow = flow
@@ -319,28 +336,28 @@ class _Operation:
 
     def run(self) -> Any:
         flow = self._flow
-        labels = self._labels()  # views, of before: an operation may write what it reads
-        before = self._values_of_others()
+        labels = self._labels()  # before the call, which may write its inputs
+        before = self._values_of_library_outputs()
         results = self._func(*self._args, **self._kwargs)
         written = _tensors(self._written) or _tensors(results)
-        if before:  # a library's operation may declare more than it writes: tables, say
+        if before:  # an operator of a library may declare more outputs than it writes
             pairs = zip(written, before, strict=True)
             written = [t for t, old in pairs if not torch.equal(t.detach(), old)]
-        of_each = labels if isinstance(labels, list) else [labels] * len(written)
-        for tensor, own in zip(written, of_each, strict=True):
+        per_tensor = labels if isinstance(labels, list) else [labels] * len(written)
+        for tensor, own in zip(written, per_tensor, strict=True):
             flow.put(tensor, own.expand(tensor.shape) if isinstance(own, Tensor) else own)
         if not written and isinstance(results, (bool, int, float, complex)):
             return flow.read(flow.label_of(list(self._read.values())), results)
         return results
 
-    def _values_of_others(self) -> list[Tensor]:
-        """Of what is written by an operation of a library other than torch, its values."""
+    def _values_of_library_outputs(self) -> list[Tensor]:
+        """Copies of tensors that a library's operator may write; empty for operators of torch."""
         if self._func.namespace == "aten":
             return []
         return [tensor.detach().clone() for tensor in _tensors(self._written)]
 
     def _labels(self) -> Tensor | int | list[Tensor | None] | None:
-        """Labels of what is written: of each tensor, or one for all of them."""
+        """Labels of the outputs: one entry per tensor, or one for all tensors."""
         rule, operands = self._signature.rule, list(self._read.values())
         if rule is _Rule.RANDOM:
             return RANDOM
@@ -359,7 +376,7 @@ class _Operation:
         return self._flow.label_of(operands) or None
 
     def _is_masked(self) -> bool:
-        """`tensor[mask] = number`, with a mask shaped like the tensor."""
+        """Whether the call is `tensor[mask] = number` with a mask of the tensor's shape."""
         target, indices, values = (self._given[name] for name in ("self", "indices", "values"))
         mask = indices[0] if len(indices) == 1 else None
         if mask is None or mask.dtype is not torch.bool:
@@ -367,9 +384,9 @@ class _Operation:
         return bool(mask.shape == target.shape and values.dim() == 0)
 
     def _of_lists(self, operands: list[Any]) -> list[Tensor | None]:
-        """Labels of all tensors in all lists that are written, or in the one that is returned.
+        """Labels of the tensors in all written lists, or in the returned one.
 
-        All lists are equally long; empty ones have no part in a fused step.
+        All lists have equal lengths; a fused step ignores empty ones.
         """
         steps = self._read.get("state_steps")
         others = [operand for operand in operands if operand is not steps]
@@ -382,7 +399,7 @@ class _Operation:
         return labels
 
     def _of_one(self, operands: list[Any], index: int, *, is_each: bool) -> Tensor | None:
-        """Labels of the tensors at `index` of all lists, and of single tensors."""
+        """United labels of the tensors at `index` of all lists, and of single tensors."""
         labels = None
         for operand in operands:
             is_list = isinstance(operand, (list, tuple))
@@ -394,7 +411,7 @@ class _Operation:
         return labels
 
     def _moved(self, values: Any) -> Any:
-        """Operands, with their labels in place of tensors."""
+        """Operands with tensors replaced by their labels."""
 
         def labels_of(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -406,8 +423,8 @@ class _Operation:
         return tree_map(labels_of, values)
 
 
-class _Leaving(TorchFunctionMode):
-    """Sees what takes values out of torch without an operation."""
+class _ExitDetector(TorchFunctionMode):
+    """Detects calls that take values out of torch without an operator."""
 
     def __init__(self, flow: Flow) -> None:
         super().__init__()
@@ -429,7 +446,7 @@ def _nested(tensor: Tensor) -> Any:
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """Tensors in lists and tuples."""
+    """All tensors in nested lists and tuples."""
     if isinstance(tree, Tensor):
         return [tree]
     if not isinstance(tree, (list, tuple)):

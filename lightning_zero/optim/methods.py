@@ -1,17 +1,17 @@
 """Methods of an optimizer's class other than `step`: `train` and `eval` of a schedule-free one.
 
-[Note: Methods of optimizers] Such a method reads and writes parameters with their states, so it
-must run where `step` runs: parameters point at what this rank steps. Which methods these are cannot
-be found out in advance, so all public ones count that the class has beyond torch's `Optimizer`,
-and every rank must call them: the ranks meet by the name of the method first. Inside of a step, or
-of each other, they are called as they are. The class's `load_state_dict` is one of them, which
-takes whole states and leaves each rank its own.
+[Note: Methods of optimizers] Such a method reads and writes parameters and their states, so it must
+run under the conditions of `step`: parameters are views of the elements that this rank steps. The
+methods that do so are not known in advance. So all public methods of the class that torch's
+`Optimizer` does not have are wrapped, and every rank must call them: the ranks first exchange the
+name of the method. Within a step or another wrapped method, they are called directly.
+`load_state_dict` is wrapped, too: it takes full states, of which each rank keeps its own elements.
 
-What a method may not see is more than one element of a slice at a time: a norm would be that of
-this rank's part. Every operator that it runs on slices is looked at (`_OnSlices`), so that such a
-method is refused before it has changed anything by that operator.
+A method must be elementwise on slices: a norm would be that of this rank's slice. Every operator
+that it runs on slices is checked (`ElementwiseOnly`), and a method that is not elementwise is
+refused before that operator has changed anything.
 
-A wrapper is an attribute of the object, as those of learning rate schedulers are around `step`.
+A wrapper is an attribute of the object, like those of learning rate schedulers around `step`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from lightning_zero.tensors.sharded import is_elementwise_operator
 __all__ = ["ElementwiseOnly", "NoGradientAccess", "wrap_methods"]
 
 _SAME_ELEMENTS = {"alias", "clone", "copy_", "detach", "lift_fresh", "reshape", "view"}
-# Of whole tensors that one rank has: what mixes several, or becomes a number of Python's.
-_MIXING = {"_local_scalar_dense", "cat", "equal", "stack"}
+# Operators that combine several tensors or return a Python number; refused on owned full tensors.
+_COMBINING = {"_local_scalar_dense", "cat", "equal", "stack"}
 
 
 def methods_of(optimizer: Optimizer) -> list[str]:
-    """Public methods that its class has beyond those of torch's `Optimizer`."""
+    """Names of the public methods of its class that torch's `Optimizer` does not have."""
     names: dict[str, None] = {}
     for one in type(optimizer).__mro__:
         if one is Optimizer:
@@ -51,7 +51,11 @@ def methods_of(optimizer: Optimizer) -> list[str]:
 
 
 def wrap_methods(optimizer: Optimizer, run: Callable[..., Any]) -> list[str]:
-    """Calls of the methods of `optimizer` become `run(name, method, args, kwargs)`; their names."""
+    """Wraps the methods of `optimizer`, so that calls become `run(name, method, args, kwargs)`.
+
+    Returns:
+        The names of the methods.
+    """
     names = methods_of(optimizer)
     for name in names:
         method = getattr(optimizer, name)
@@ -66,11 +70,11 @@ def wrap_methods(optimizer: Optimizer, run: Callable[..., Any]) -> list[str]:
 
 
 class NoGradientAccess(TorchFunctionMode):
-    """Refuses looks at `.grad` of parameters, which only a step shows as parts.
+    """Refuses access to `.grad` of parameters: only `step` sets the gradients of slices.
 
     Args:
-        parameters: Of the optimizer.
-        call: What is called, for the text.
+        parameters: Parameters of the optimizer.
+        call: Name of the method, for errors.
     """
 
     def __init__(self, parameters: Iterable[Tensor], call: str) -> None:
@@ -83,8 +87,8 @@ class NoGradientAccess(TorchFunctionMode):
     ) -> Any:
         if func in _GRAD and id(args[0]) in self._ids:
             raise RuntimeError(
-                f"{self._call} looks at parameter.grad, which only step() is shown beside its part "
-                "of the parameter; do so in step(), or in the loop before the call."
+                f"{self._call} uses parameter.grad, which is available for slices of parameters "
+                "in step() only; use it in step(), or in the training loop before the call."
             )
         return func(*args, **(kwargs or {}))
 
@@ -97,22 +101,22 @@ _GRAD = {
 
 
 class ElementwiseOnly(TorchDispatchMode):
-    """Refuses operators that would see a part of a parameter or state as if it were the whole.
+    """Refuses operators that would use a slice of a parameter or state like the full tensor.
 
     Args:
-        slices: 1-D, of which this rank has some elements: only what is elementwise may be done.
-        whole: Whole tensors, of which this rank has some: they may not be mixed.
-        call: What is called, for the text.
+        slices: Slices, 1-D; only elementwise operators are allowed on them.
+        full: Full tensors, of which this rank owns some; they may not be combined.
+        call: Name of the method, for errors.
     """
 
-    def __init__(self, slices: Iterable[Tensor], whole: Iterable[Tensor], call: str) -> None:
+    def __init__(self, slices: Iterable[Tensor], full: Iterable[Tensor], call: str) -> None:
         super().__init__()
         self._call = call
-        self._kept: list[Tensor] = []  # so that no other storage gets the number of one
+        self._kept: list[Tensor] = []  # keeps storages alive, so that their addresses stay unique
         self._slices: set[int] = set()
-        self._whole: set[int] = set()
+        self._full: set[int] = set()
         self._add(slices, self._slices)
-        self._add(whole, self._whole)
+        self._add(full, self._full)
 
     def _add(self, tensors: Iterable[Tensor], numbers: set[int]) -> None:
         for tensor in tensors:
@@ -131,19 +135,19 @@ class ElementwiseOnly(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.layout is torch.strided
         }
         is_sliced = not numbers.isdisjoint(self._slices)
-        is_whole = not numbers.isdisjoint(self._whole)
+        is_full = not numbers.isdisjoint(self._full)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         is_wrong = is_sliced and not (name in _SAME_ELEMENTS or is_elementwise_operator(func))
-        if is_wrong or (is_whole and name in _MIXING) or (is_random and self._kept):
+        if is_wrong or (is_full and name in _COMBINING) or (is_random and self._kept):
             raise RuntimeError(
-                f"{self._call} runs {name!r} on this rank's part of parameters or states, which is "
-                "elementwise only: each rank would get another result. Use stage 0, or an "
-                "optimizer whose methods treat every element by itself."
+                f"{self._call} runs {name!r} on this rank's shard of parameters or states, where "
+                "only elementwise operators are allowed: each rank would get another result. Use "
+                "stage 0, or an optimizer whose methods are elementwise."
             )
         result = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         if is_sliced:
-            self._add(made, self._slices)
-        if is_whole:
-            self._add(made, self._whole)
+            self._add(results, self._slices)
+        if is_full:
+            self._add(results, self._full)
         return result

@@ -1,23 +1,25 @@
-"""Finds out what an optimizer looks at, and how it may be called, by stepping small tensors.
+"""Classifies an optimizer by steps on small tensors: how it may be sharded and called.
 
-It may look at every element by itself (Adam), at every tensor by itself (Muon, Adafactor, LAMB), or
-at all tensors together (a norm over all gradients), in which case it cannot be sharded.
+The update of an element may depend on that element alone (Adam), on its full tensor (Muon,
+Adafactor, LAMB), or on all tensors (a norm over all gradients). In the last case the optimizer
+cannot be sharded.
 
-[Note: Data flow decides] Values of a few steps prove little: a threshold may never be reached, a
-norm may be cut off, an estimate may still be zero. So a step is followed (flow.py) and the labels
-of parameters and states decide, whatever the values:
+[Note: Data flow decides] The values of a few steps prove little: a threshold may never be reached,
+a norm may be clipped, an estimate may still be zero. So a step is traced (flow.py), and the labels
+of parameters and states decide, independently of the values:
 
-    all elements depend on themselves alone             every element by itself
-    on others of the same parameter                     every tensor by itself
-    on other parameters, on random numbers, or a        refused, by that reason
-    number of a group or of the optimizer on gradients
+    each element depends on itself alone                elementwise
+    elements depend on others of the same parameter     full tensors
+    elements depend on other parameters or on random    refused, with that reason
+    numbers; or a number of a group or of the
+    optimizer depends on gradients
 
-A number that Python has read may go anywhere. Its own parameter is taken to depend on it; that
-others do not is shown by runs in which the numbers of every second parameter are altered: larger,
-smaller, the other truth value. The others must then keep every bit.
+The further use of a number that Python has read is not visible. Its own parameter is assumed to
+depend on it. Other parameters must not: in further runs, the numbers of every second parameter are
+altered (larger, smaller, the other truth value), and the other parameters must keep every bit.
 
-The same steps on divided tensors are compared with those on undivided ones beside that. This finds
-what depends on shapes alone, and what fails on empty tensors.
+In addition, the same steps on divided tensors are compared with those on undivided ones. This
+detects dependence on shapes, and failures on empty tensors.
 """
 
 from __future__ import annotations
@@ -44,99 +46,104 @@ from lightning_zero.tensors.composite import plain_tensors
 
 __all__ = ["CannotShardError", "ProbeResult", "StepKind", "find_full_optimizers", "probe"]
 
-_NUM_STEPS = (3, 12)  # of a run; more where nothing moves in the first ones, as in a warm-up
+_NUM_STEPS = (3, 12)  # steps of a run; the second if nothing moves in the first, as in a warm-up
 _MAX_FAILED_READS = 8
-# Of numbers that are altered, step by step; the root of a negative one may fail.
+# Factors of altered numbers, by step; tried in order, since the root of a negative one may fail.
 _FACTORS = ((1e45, 1e-45, -1e45), (1e45, 1e-45, 1e45), (1e3, 1e-3, 1e3))
-_CLIPPED_AT = 1.0  # in an advice, where an option has no number
+_CLIPPED_AT = 1.0  # suggested bound if the option is not a number
 
 
 class CannotShardError(ValueError):
-    """An optimizer that must see all tensors at once."""
+    """An optimizer whose step depends on all tensors at once."""
 
 
 class StepKind(Enum):
     """How an optimizer may be called."""
 
-    BY_BUCKET = "each bucket by itself"
+    BY_BUCKET = "one call for each bucket"
     AT_ONCE = "all slices in one call"
     AROUND_CLOSURE = "all slices in one call, with a closure inside"
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What a probe has found out."""
+    """Result of a probe.
+
+    Attributes:
+        kind: How the optimizer may be called.
+        is_elementwise: Whether each element depends on itself alone; else on its full tensor.
+    """
 
     kind: StepKind
-    is_elementwise: bool  # it treats every element by itself; else every tensor
+    is_elementwise: bool
 
     def __and__(self, other: ProbeResult) -> ProbeResult:
-        """What holds for both."""
+        """The more restrictive result of both."""
         kind = self.kind if self.kind is other.kind else StepKind.AT_ONCE
         return ProbeResult(kind, self.is_elementwise and other.is_elementwise)
 
 
 def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
-    """Finds out, on small tensors, what an optimizer looks at and how it may be called.
+    """Probes an optimizer on small tensors: how it may be sharded and called.
 
-    Copies of the optimizer, with its settings but none of its states, are stepped.
+    Steps copies of the optimizer, with its settings but without its states.
 
     Raises:
-        CannotShardError: It looks at all tensors together.
-        ValueError: Its step needs a closure, or cannot be tried.
+        CannotShardError: Its step depends on all tensors together.
+        ValueError: Its step needs a closure, or fails on the small tensors.
     """
     name = type(optimizer).__name__
     inner = _find_inner(optimizer)
     if inner is not None:
         raise _refusal(
             name,
-            f"it wraps another optimizer ({inner}), which steps the parameters in a way of its own "
-            f"that is not seen from {name}",
+            f"it wraps another optimizer ({inner}), which steps the parameters itself, so a probe "
+            f"of {name} does not see that step",
         )
     try:
-        undivided, start, flow, followed = _follow(optimizer, device)
+        undivided, start, flow, traced = _trace(optimizer, device)
     except CannotShardError:
         raise
     except Exception as error:
         raise ValueError(_why_not(optimizer, device, error)) from error
     run = partial(ProbeRun, optimizer, device, undivided)
-    dependence = _Dependence(run, flow, followed)
+    dependence = _Dependence(run, flow, traced)
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
     if not undivided.is_around_closure:
         _check_closure(optimizer, device, replace(undivided, has_closure=True))
-    counts = _changes(followed.numbers[1:]) or any(
-        not isinstance(key, Tensor) for key in followed.clone.state
+    counts = _changes(traced.numbers[1:]) or any(
+        not isinstance(key, Tensor) for key in traced.clone.state
     )
-    tried = _DividedRuns(optimizer, device, undivided)
-    # Slices of one tensor may be rounded in other places than the tensor.
+    runs = _DividedRuns(optimizer, device, undivided)
+    # The rounding of slices may differ from that of the full tensor.
     is_elementwise = dependence.is_elementwise and all(
-        tried.agrees(Division(is_sliced=True, num_ranks=number), 1e-4) for number in (2, 1)
+        runs.agrees(Division(is_sliced=True, num_ranks=number), 1e-4) for number in (2, 1)
     )
     if is_elementwise:
-        return ProbeResult(tried.kind(is_sliced=True, counts=counts), is_elementwise=True)
-    tried.error = None
-    if tried.agrees(Division(num_ranks=2), 1e-6):
-        return ProbeResult(tried.kind(is_sliced=False, counts=counts), is_elementwise=False)
-    if tried.error is not None:
+        return ProbeResult(runs.kind(is_sliced=True, counts=counts), is_elementwise=True)
+    runs.error = None
+    if runs.agrees(Division(num_ranks=2), 1e-6):
+        return ProbeResult(runs.kind(is_sliced=False, counts=counts), is_elementwise=False)
+    if runs.error is not None:
         raise _refusal(
             name,
-            "it does not step some of its tensors where the others are empty and have no gradients "
-            f"({type(tried.error).__name__}: {tried.error})",
+            "its step fails if some of its tensors are empty and have no gradients "
+            f"({type(runs.error).__name__}: {runs.error})",
         )
     raise _refusal(
         name,
-        "it looks at all tensors together: stepping some of them by themselves gives other values "
-        "than stepping all in one call, as a norm over all gradients does",
+        "its step depends on all tensors together: stepping some of them separately gives other "
+        "values than stepping all in one call, as with a norm over all gradients",
     )
 
 
-def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:
-    """Steps undivided tensors and follows them, until one of them moves.
+def _trace(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:
+    """Steps undivided tensors and traces them, until one of them changes.
 
     Returns:
-        How they were stepped, their values before it, the flow, and the run.
+        How the tensors were stepped, their initial values, the flow, and the run.
     """
     has_states = _needs_states(optimizer, device)
     undivided = Division(has_states=has_states)
@@ -146,17 +153,17 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
         undivided = replace(undivided, num_steps=num_steps)
         flow = Flow()
         try:
-            followed = ProbeRun(optimizer, device, undivided, flow=flow)
-        except TypeError as error:  # it may want to call the closure itself
+            traced = ProbeRun(optimizer, device, undivided, flow=flow)
+        except TypeError as error:  # the step may call the closure itself
             undivided = replace(undivided, is_around_closure=True)
             try:
-                followed = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
+                traced = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
             except Exception:
                 raise error from None
             needs_closure = error
-        is_moved = not torch.equal(start, followed.values())
-        if is_moved or any(flow.is_written(tensor) for tensor in followed.tensors.values()):
-            return undivided, start, flow, followed
+        is_moved = not torch.equal(start, traced.values())
+        if is_moved or any(flow.is_written(tensor) for tensor in traced.tensors.values()):
+            return undivided, start, flow, traced
     if needs_closure is not None:
         raise needs_closure
     raise _refusal(
@@ -166,7 +173,7 @@ def _follow(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tenso
 
 
 def find_full_optimizers(optimizers: Sequence[Optimizer], config: ZeroConfig) -> list[int]:
-    """Which optimizers must step whole tensors; of one that cannot be tried nothing is known."""
+    """Indices of optimizers that must step full tensors; those that fail a probe are skipped."""
     found: list[int] = []
     for index, optimizer in enumerate([] if config.assume_elementwise else optimizers):
         with suppress(ValueError):
@@ -179,23 +186,26 @@ def find_full_optimizers(optimizers: Sequence[Optimizer], config: ZeroConfig) ->
 
 
 class _Dependence:
-    """What the parameters of a run that has been followed depend on. See [Note: Data flow decides].
+    """Dependences of the parameters of a traced run. See [Note: Data flow decides].
 
     Args:
-        run: Makes further runs.
-        flow: Followed `followed`.
-        followed: A run on undivided tensors.
+        run: Creates further runs.
+        flow: The flow of `traced`.
+        traced: A traced run on undivided tensors.
     """
 
-    def __init__(self, run: Callable[..., ProbeRun], flow: Flow, followed: ProbeRun) -> None:
+    def __init__(self, run: Callable[..., ProbeRun], flow: Flow, traced: ProbeRun) -> None:
         self._run = run
         self._flow = flow
-        self._followed = followed
-        self._tensors = {number: t for (number, _), t in followed.tensors.items()}
+        self._traced = traced
+        self._tensors = {number: t for (number, _), t in traced.tensors.items()}
 
     @property
     def is_elementwise(self) -> bool:
-        """Every element of all parameters and states depends on no other. Nothing may cross."""
+        """Whether no element of parameters and states depends on another one.
+
+        Valid only if `find_crossing` returned None.
+        """
         return all(
             (number not in self._flow.owners_read or tensor.numel() == 1)
             and all(self._is_of_elements(number, value) for value in self._values_of(number))
@@ -203,28 +213,29 @@ class _Dependence:
         )
 
     def find_crossing(self, start: Tensor) -> str | None:
-        """Why parameters cannot be stepped apart from each other; None: they can.
+        """Reason why parameters cannot be stepped independently of each other; None: they can.
 
-        `start`: Values of all parameters before the first step.
+        Args:
+            start: Values of all parameters before the first step.
         """
         if self._flow.untraceable is not None:
-            return f"its step uses {self._flow.untraceable}, behind which it cannot be followed"
+            return f"its step uses {self._flow.untraceable}, after which it cannot be traced"
         begin = 0
         for tensor in self._tensors.values():
             old, begin = start[begin : begin + tensor.numel()], begin + tensor.numel()
             if not self._flow.is_written(tensor) and not torch.equal(old, _flat(tensor)):
-                return "its step runs compiled code that is no operation of torch"
+                return "its step runs compiled code that is not an operator of torch"
         return self._find_flow() or self._find_number()
 
     def _find_flow(self) -> str | None:
-        """By labels."""
-        for words, values in self._followed.last_values().items():
+        """Finds a dependence across parameters by labels."""
+        for words, values in self._traced.last_values().items():
             if self._flow.label_of(values):
                 return f"{words} depends on the gradients of its parameters"
         labels = {n: self._flow.label_of(self._values_of(n)) for n in self._tensors}
         if RANDOM in labels.values():
             return (
-                "it draws random numbers, of which each rank would draw others than one process "
+                "it draws random numbers, and each rank would draw other numbers than one process "
                 "that steps all parameters"
             )
         if any(label and owner_of(label) != number for number, label in labels.items()):
@@ -232,12 +243,12 @@ class _Dependence:
         return None
 
     def _find_number(self) -> str | None:
-        """By altering the numbers that Python has read."""
+        """Finds a dependence across parameters by altering the numbers that Python has read."""
         for parity in (0, 1) if self._flow.owners_read else ():
             altered = self._alter(parity)
             if altered is None:
-                return "its step uses numbers of gradients in a way that cannot be followed"
-            numbers = zip(self._followed.numbers, altered.numbers, strict=True)
+                return "its step uses numbers of gradients in a way that cannot be traced"
+            numbers = zip(self._traced.numbers, altered.numbers, strict=True)
             for words in (w for one, other in numbers for w in _differing(one, other)):
                 return f"{words} depends on the gradients of its parameters"
             others = [number for number in self._tensors if number % 2 != parity]
@@ -249,7 +260,7 @@ class _Dependence:
         return None
 
     def _alter(self, parity: int) -> ProbeRun | None:
-        """A run in which numbers of every second parameter are altered; None: it always fails."""
+        """Runs with altered numbers of every second parameter; None: all such runs fail."""
         for factors in _FACTORS:
             alteration = _Alteration(parity, factors)
             for _ in range(_MAX_FAILED_READS):
@@ -260,10 +271,10 @@ class _Dependence:
         return None
 
     def _values_of(self, number: int) -> list[Any]:
-        return _values(self._followed, number)
+        return _values(self._traced, number)
 
     def _is_of_elements(self, number: int, value: Any) -> bool:
-        """Whether nothing has flowed into each element but what is at its place."""
+        """Whether each element of `value` depends only on the element at the same index."""
         tensor = self._tensors[number]
         for part in plain_tensors(value):
             labels = self._flow.labels_of(part)
@@ -279,33 +290,33 @@ class _Dependence:
 
 
 def _values(run: ProbeRun, number: int) -> list[Any]:
-    """A parameter, and all that its state holds."""
+    """A probe tensor and all values of its state."""
     tensor = run.tensors[number, 0]
     return [tensor, *tree_leaves(run.clone.state.get(tensor, {}))]
 
 
 class _Alteration:
-    """Alters numbers of every second owner, and of several owners, beyond any bound that they have.
+    """Alters numbers of every second owner, and of several owners, by very large factors.
 
     Args:
-        parity: 0 or 1: of the numbers of the owners.
-        factors: Of numbers that are read, by step.
+        parity: Parity of the owners' numbers: 0 or 1.
+        factors: Factors of the numbers, by step.
     """
 
     def __init__(self, parity: int, factors: Sequence[float]) -> None:
         self._parity = parity
         self._factors = factors
         self._num_read = 0
-        self._last = -1  # that was altered, by order of reading
-        self._spared: set[int] = set()  # by the same
+        self._last = -1  # last altered number, by order of reading
+        self._spared: set[int] = set()  # numbers that are not altered, by order of reading
 
     def spare_last(self) -> None:
-        """The step has failed: begins anew, without the last number that was altered."""
+        """Restarts after a failed step, without altering the last altered number."""
         self._spared.add(self._last)
         self._num_read, self._last = 0, -1
 
     def __call__(self, label: int, number: Any, num_steps: int) -> Any:
-        """The number in place of `number`, in the step that is the `num_steps`th."""
+        """Returns the number that replaces `number` in step `num_steps`, counted from 1."""
         self._num_read += 1
         owner = owner_of(label)
         is_altered = owner is None or owner % 2 == self._parity
@@ -327,12 +338,12 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def _changes(records: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a step counts or remembers anything outside of the states of its parameters."""
+    """Whether a step changes data other than the states of its parameters."""
     return any(_differing(one, other) for one, other in pairwise(records))
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """To the last bit."""
+    """Whether two trees are equal bit by bit."""
     ones, others = tree_leaves(one), tree_leaves(other)
     return len(ones) == len(others) and all(map(_is_same_leaf, ones, others))
 
@@ -364,10 +375,13 @@ class _DividedRuns:
         self._device = device
         self._undivided = undivided
         self._results: dict[Division, Tensor | Exception] = {}
-        self.error: Exception | None = None  # of the last run that failed
+        self.error: Exception | None = None  # raised by the last run that failed
 
     def agrees(self, division: Division, tolerance: float) -> bool:
-        """Whether a division gives the same values, relative to each and to the largest."""
+        """Whether `division` gives the values of the undivided run, up to `tolerance`.
+
+        The tolerance is relative to each value, and 1/100 of it to the largest value.
+        """
         undivided, values = self._run(self._undivided), self._run(division)
         if values is None or undivided is None:
             return False
@@ -375,9 +389,11 @@ class _DividedRuns:
         return torch.allclose(undivided, values, rtol=tolerance, atol=atol)
 
     def kind(self, *, is_sliced: bool, counts: bool) -> StepKind:
-        """Whether pieces may be stepped one after another: only where the very bits agree.
+        """How the optimizer may be called: by bucket only if all bits stay the same.
 
-        `counts`: The optimizer counts its calls.
+        Args:
+            is_sliced: Whether slices are stepped, or full tensors.
+            counts: Whether the optimizer counts its calls.
         """
         if self._undivided.is_around_closure:
             return StepKind.AROUND_CLOSURE
@@ -418,7 +434,7 @@ class _DividedRuns:
 
 
 def _find_inner(optimizer: Optimizer) -> str | None:
-    """The optimizer that another one wraps, with the attribute that holds it."""
+    """Describes the optimizer that `optimizer` wraps, with its attribute; None: no such one."""
     for name, value in vars(optimizer).items():
         held = value if isinstance(value, (list, tuple)) else [value]
         for inner in held:
@@ -428,7 +444,7 @@ def _find_inner(optimizer: Optimizer) -> str | None:
 
 
 def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -> str:
-    """Which option of the optimizer's makes it look at all gradients, for an error's text."""
+    """Text about the option that makes the step depend on all gradients; "" if none is found."""
     options = {key: value for group in optimizer.param_groups for key, value in group.items()}
     for key, value in options.items():
         if "norm" not in key and "clip" not in key:
@@ -436,8 +452,8 @@ def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -
         for off in (None, 0.0, False):
             with suppress(Exception):
                 flow = Flow()
-                followed = run(flow=flow, options={key: off})
-                if _Dependence(run, flow, followed).find_crossing(start) is None:
+                traced = run(flow=flow, options={key: off})
+                if _Dependence(run, flow, traced).find_crossing(start) is None:
                     bound = value if isinstance(value, (int, float)) else _CLIPPED_AT
                     return (
                         f". Its option {key}={value!r} makes it do so: pass {key}={off!r}, and to "
@@ -448,7 +464,7 @@ def _advice(optimizer: Optimizer, run: Callable[..., ProbeRun], start: Tensor) -
 
 
 def _needs_states(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether it only steps parameters that have states already."""
+    """Whether `optimizer` can only step parameters that already have states."""
     for has_states in (False, True):
         with suppress(Exception):
             ProbeRun(optimizer, device, Division(num_steps=1, has_states=has_states))
@@ -457,7 +473,7 @@ def _needs_states(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _check_closure(optimizer: Optimizer, device: torch.device, division: Division) -> None:
-    """Refuses what a closure leads to: it has been called before the step, and once."""
+    """Refuses uses of the closure that cannot work: the engine calls it once, before the step."""
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         return
     name = type(optimizer).__name__
@@ -465,21 +481,21 @@ def _check_closure(optimizer: Optimizer, device: torch.device, division: Divisio
     start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
     flow = Flow()
     try:
-        followed = run(flow=flow)
+        traced = run(flow=flow)
     except Exception:
-        return  # it takes none, though it has a parameter for it
-    if not followed.is_closure_first:
+        return  # the step has the parameter, but does not support closures
+    if not traced.is_closure_first:
         raise _refusal(
             name,
-            "it calls its closure more than once in a step, or after it has moved the parameters, "
-            "and the gradients of all ranks are averaged once, before the step",
+            "it calls its closure more than once in a step, or after it has changed the "
+            "parameters, but the gradients of all ranks are averaged once, before the step",
         )
-    if _Dependence(run, flow, followed).find_crossing(start) is not None:
-        raise _refusal(name, "it uses the loss that its closure returns, another on every rank")
+    if _Dependence(run, flow, traced).find_crossing(start) is not None:
+        raise _refusal(name, "it uses the loss of its closure, which differs between ranks")
 
 
 def _why_not(optimizer: Optimizer, device: torch.device, error: Exception) -> str:
-    """The text for a step that fails without a closure."""
+    """Error text for a step that fails without a closure."""
     name = type(optimizer).__name__
     failed = f"{type(error).__name__}: {error}"
     needs_closure = False
@@ -489,22 +505,21 @@ def _why_not(optimizer: Optimizer, device: torch.device, error: Exception) -> st
             needs_closure = True
     if needs_closure:
         return (
-            f"optimizer {name} cannot be stepped after the backward, bucket by bucket: its step() "
+            f"optimizer {name} cannot be stepped bucket by bucket after the backward: its step() "
             f"needs a closure, which evaluates the loss within the step ({failed}). Use an "
             "optimizer whose step() needs no closure, such as AdamW."
         )
     return (
-        f"optimizer {name} cannot be stepped: step() of a copy of it, with its settings and "
-        f"without states, failed on small tensors that are like its parameters ({failed}). If it "
-        "steps the module without lightning_zero and treats every element by itself, promise that "
-        "by assume_elementwise=True; else use another optimizer, such as AdamW."
+        f"optimizer {name} cannot be stepped: step() of a copy with its settings and without "
+        f"states failed on small tensors shaped like its parameters ({failed}). If it steps the "
+        "module without lightning_zero and is elementwise, set assume_elementwise=True; otherwise "
+        "use another optimizer, such as AdamW."
     )
 
 
 def _refusal(name: str, reason: str) -> CannotShardError:
     return CannotShardError(
         f"optimizer {name} cannot be sharded: {reason}. Sharding it would change the training; use "
-        "stage 0, or an optimizer that treats every element or every tensor by itself, such as "
-        "AdamW, Muon or Adafactor; or promise by assume_elementwise=True that it treats every "
-        "element by itself."
+        "stage 0, or an optimizer that steps every element or every tensor independently, such as "
+        "AdamW, Muon or Adafactor; or set assume_elementwise=True if it is elementwise."
     )

@@ -1,20 +1,20 @@
-"""Steps a copy of an optimizer on small tensors, divided as ranks would divide them or not at all.
+"""Steps a copy of an optimizer on small tensors, undivided or divided as over ranks.
 
-[Note: Shapes of probe tensors] What an optimizer does to a tensor may depend on its dimensions
-(Adafactor, Muon), on sizes of one, and on whether it is large enough (Adafactor's variants factor
-from 128 on). So each group has a probe tensor for every such pattern among its parameters, as large
-as the largest of these up to a bound, and a small one beside it; groups that differ in numbers
-alone, as in rates by layer, share the large ones.
+[Note: Shapes of probe tensors] The step of a tensor may depend on its number of dimensions
+(Adafactor, Muon), on sizes of one, and on a size threshold (variants of Adafactor factor from 128
+on). So each group gets, for every such pattern among its parameters, a probe tensor as large as the
+largest parameter up to a bound, and a small probe tensor. Groups that differ only in numbers, such
+as learning rates by layer, share the large ones.
 
-[Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only where a tensor
-has at least 4096 of them and is a multiple of the block (torchao, bitsandbytes). So where a
-parameter has as many, its probe tensor is a multiple of 4096: all of it is quantised, whatever
-block of a power of two up to that size is used. It is divided at an odd element, where no block
+[Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only if a tensor
+has at least 4096 elements and is a multiple of the block (torchao, bitsandbytes). So the probe
+tensor of a parameter with at least 4096 elements has a multiple of 4096: all of it is quantised for
+every block size that is a power of two up to 4096. It is divided at an odd element, where no block
 ends.
 
 [Note: Only a copy is stepped] The copy has no states of the run and shares no list, dict or number
-with the user's optimizer. Where it cannot step without states that it makes before its first step
-(Adagrad's sums), these are made anew, as zeros of the same dtypes.
+with the user's optimizer. If it cannot step without states that it creates before its first step
+(Adagrad's sums), these are created again as zeros of the same dtypes.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["LOSS", "Division", "ProbeRun", "numbers_of"]
 
 _Shape = tuple[int, ...]
 
-LOSS = 1 << 20  # its number among the owners in a flow
+LOSS = 1 << 20  # owner number of the loss in a flow
 
-_BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # of each size, by number of dimensions
-_BOUND = 6  # of each size, beyond
+_BOUNDS = {0: 1, 1: 136, 2: 160, 3: 40, 4: 16}  # bounds of each size, by number of dimensions
+_BOUND = 6  # bound of each size for more dimensions
 _BLOCK_NUMEL = 4096  # see [Note: Blocks]
-_BLOCKS = 4  # in a probe tensor, where the parameter has as many
+_BLOCKS = 4  # blocks of a probe tensor, if the parameter has as many
 _SMALL = (5, 7, 3, 2, 2, 2)
 _NUM_STEPS = 3
-_SCALES = (1.0, 30.0, 1.0)  # of the gradients of each step: thresholds act in some
-_STEPPED_AS_THEY_ARE = (torch.float64,)  # masters of others are float32
+_SCALES = (1.0, 30.0, 1.0)  # scale of the gradients, by step, so that thresholds take effect
+_WIDE_DTYPES = (torch.float64,)  # main parameters of other dtypes are float32
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,16 @@ class Division:
     """How probe tensors are divided and stepped.
 
     Attributes:
-        is_sliced: Into two slices each, 1-D; else not at all.
-        num_ranks: Each rank steps its pieces with a copy of its own: one slice of each tensor, or
-            every second tensor; the other tensors are empty there and have no gradients.
-        is_in_turn: One call for each piece.
-        num_steps: Some optimizers move nothing in the first ones.
-        has_closure: The step gets one. Its loss is an owner in a flow: `LOSS`.
-        is_around_closure: The step gets one, which brings gradients that depend on the values that
-            it finds; before it they are NaN.
-        has_states: Tensors begin with states, where their parameters have some.
+        is_sliced: Divide each tensor into two 1-D slices; else tensors are not divided.
+        num_ranks: Number of ranks. Each steps its pieces with its own copy of the optimizer: one
+            slice of each tensor, or every second tensor. Its other tensors are empty and have no
+            gradients.
+        is_in_turn: Step each piece in its own call.
+        num_steps: Number of steps; some optimizers do not change parameters in the first ones.
+        has_closure: Pass a closure to the step. Its loss is the owner `LOSS` in a flow.
+        is_around_closure: Pass a closure that sets gradients which depend on the current values;
+            before the call they are NaN.
+        has_states: Start with states, if the parameters have some.
     """
 
     is_sliced: bool = False
@@ -76,7 +77,13 @@ class Division:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A probe tensor, and the parameter that it stands for; None: it stands for none."""
+    """Kind of a probe tensor.
+
+    Attributes:
+        shape: Shape of the probe tensor.
+        dtype: Dtype of the probe tensor.
+        like: Parameter that it represents; None: no parameter.
+    """
 
     shape: _Shape
     dtype: torch.dtype = torch.float32
@@ -84,22 +91,22 @@ class _Kind:
 
 
 class ProbeRun:
-    """The part of one rank. All of it runs when it is made.
+    """Steps of one rank with a copy of an optimizer; runs them in the constructor.
 
     Args:
-        optimizer: It is left as it is. See [Note: Only a copy is stepped].
+        optimizer: The optimizer, which is not changed. See [Note: Only a copy is stepped].
         device: Device of the probe tensors.
-        division: Which pieces there are.
-        rank: Whose pieces are stepped.
-        flow: Follows the steps; owners are the numbers of the probe tensors, not divided.
-        options: In place of the optimizer's own, by name.
+        division: How the probe tensors are divided and stepped.
+        rank: Rank whose pieces are stepped.
+        flow: Traces the steps; its owners are the numbers of the (undivided) probe tensors.
+        options: Options that replace those of the optimizer, by name.
 
     Attributes:
-        tensors: By number of the probe tensor and of its piece, what this rank has stepped.
-        clone: The copy.
-        numbers: What `numbers_of` found before the first step, and after each.
-        is_closure_first: In all steps, the closure was called at most once, and before anything
-            was stepped.
+        tensors: Pieces that this rank has stepped, by number of the probe tensor and of its piece.
+        clone: The copy of the optimizer.
+        numbers: Results of `numbers_of` before the first step and after each step.
+        is_closure_first: Whether, in all steps, the closure was called at most once, before any
+            value changed.
     """
 
     def __init__(
@@ -120,7 +127,7 @@ class ProbeRun:
         self._kinds: list[_Kind] = []
         self.tensors: dict[tuple[int, int], nn.Parameter] = {}
         self.is_closure_first = True
-        # Compiling takes seconds for each shape and gives the same values.
+        # Compilation takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
             self.clone = _fresh_copy(optimizer, options or {})
@@ -132,12 +139,12 @@ class ProbeRun:
                 self.numbers.append(numbers_of(self.clone))
 
     def values(self) -> Tensor:
-        """Values of all pieces, 1-D, float64, in the same order for every division."""
+        """Values of all pieces: 1-D, float64, in the same order for every division."""
         ordered = [self.tensors[place].detach().reshape(-1) for place in sorted(self.tensors)]
         return torch.cat([values.double() for values in ordered])
 
     def last_values(self) -> dict[str, Any]:
-        """As `numbers_of` after the last step, but the tensors themselves."""
+        """Like `numbers_of` after the last step, but without copies of the tensors."""
         return numbers_of(self.clone, is_copied=False)
 
     def _fill_groups(self, optimizer: Optimizer) -> None:
@@ -160,7 +167,10 @@ class ProbeRun:
     def _make_initial_state(
         self, optimizer: Optimizer, kind: _Kind, tensor: nn.Parameter, number: int
     ) -> None:
-        """States of a parameter that has some; those of other shapes were made in a step."""
+        """Creates the initial states of a probe tensor, if its parameter has states.
+
+        States of other shapes than the parameter's were created in a step and are not copied.
+        """
         has_states = self._division.has_states and kind.like in optimizer.state
         if kind.like is None or not has_states:
             return
@@ -190,7 +200,7 @@ class ProbeRun:
                     self._mark(values, number)
         arguments: dict[str, Any] = {}
         if self._division.is_around_closure:
-            arguments["closure"] = self._bringing_grads()
+            arguments["closure"] = self._closure_with_grads()
         elif self._division.has_closure:
             arguments["closure"] = self._new_closure()
         if self._division.is_in_turn:
@@ -216,8 +226,8 @@ class ProbeRun:
 
         return closure
 
-    def _bringing_grads(self) -> Callable[[], Tensor]:
-        """A closure that brings the gradients, which are NaN until then."""
+    def _closure_with_grads(self) -> Callable[[], Tensor]:
+        """Returns a closure that sets the gradients, which are NaN until then."""
         grads = {place: tensor.grad for place, tensor in self.tensors.items()}
         for tensor in self.tensors.values():
             tensor.grad = torch.full_like(tensor, math.nan)
@@ -242,7 +252,7 @@ class ProbeRun:
             group["params"] = parameters
         for tensor in self.tensors.values():
             tensor.grad = None
-        raw_step(self.clone)  # the body after the hook finds no gradients and must do nothing
+        raw_step(self.clone)  # without gradients, as after the pre-hook, it must not do anything
 
     def _draw(self, kind: _Kind) -> Tensor:
         drawn = torch.randn(kind.shape, generator=self._generator)
@@ -256,12 +266,12 @@ class ProbeRun:
         return [flat[:end].clone(), flat[end:].clone()]
 
     def _is_mine(self, number: int, piece: int) -> bool:
-        turn = piece if self._division.is_sliced else number
-        return turn % self._division.num_ranks == self._rank
+        index = piece if self._division.is_sliced else number
+        return index % self._division.num_ranks == self._rank
 
 
 def numbers_of(optimizer: Optimizer, *, is_copied: bool = True) -> dict[str, Any]:
-    """By the words for a text, what the optimizer knows beside the states of its parameters."""
+    """Data of the optimizer besides the states of its parameters, by description for errors."""
     known: dict[str, Any] = {}
     for group in optimizer.param_groups:
         for key, value in group.items():
@@ -278,7 +288,7 @@ def numbers_of(optimizer: Optimizer, *, is_copied: bool = True) -> dict[str, Any
 
 
 def _contents_of(value: Any, is_copied: bool) -> Any:
-    """`value`, with what is no number in it left out."""
+    """Copies the numbers in `value`; other leaves become None."""
     if isinstance(value, Mapping):
         return {str(key): _contents_of(part, is_copied) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
@@ -297,7 +307,7 @@ def _fresh_copy(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
     groups = []
     for group in optimizer.param_groups:
         settings = copy.deepcopy(settings_of(group))
-        if "lr" in settings:  # a warm-up may start at zero, which would prove nothing
+        if "lr" in settings:  # a warm-up may start at zero, where nothing moves
             lr = settings["lr"]
             settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
         groups.append({**settings, "params": []})
@@ -310,7 +320,7 @@ def _fresh_copy(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
 
 
 def _fresh(value: Any) -> Any:
-    """`value` in containers of its own, with copies of the numbers that rest in tensors."""
+    """Copies containers in `value`, and tensors of one element."""
     if isinstance(value, (dict, list, tuple, set)):
         with torch.no_grad():
             return tree_map(_fresh_leaf, copy.copy(value))
@@ -324,7 +334,10 @@ def _fresh_leaf(value: Any) -> Any:
 
 
 def _is_shaped(optimizer: Optimizer, key: str, parameter: nn.Parameter) -> bool:
-    """Whether state `key` of a parameter has its shape; of a 0-dim one, as that of others has."""
+    """Whether state `key` has the shape of `parameter`.
+
+    For a 0-dim parameter, the states of other parameters decide.
+    """
     known: Any = optimizer.state
     states = [known[parameter]]
     if not parameter.dim():
@@ -334,16 +347,21 @@ def _is_shaped(optimizer: Optimizer, key: str, parameter: nn.Parameter) -> bool:
 
 
 def _numel_of(tensors: Mapping[str, Tensor]) -> int:
-    """Elements of the slice that states belong to, where they are of a slice."""
+    """Number of elements of the slice that the states belong to; 0 if no state is 1-D."""
     return next((value.numel() for value in tensors.values() if value.dim() == 1), 0)
 
 
 def _kinds_of(group: Mapping[str, Any], seen: set[tuple[_Kind, str]]) -> list[_Kind]:
-    """The probe tensors of a group. `seen`: the large ones so far, with their groups' settings."""
+    """Kinds of probe tensors of a group.
+
+    Args:
+        group: A parameter group.
+        seen: Large kinds so far, with the settings of their groups; new ones are added.
+    """
     settings = repr({k: v for k, v in group.items() if k != "params" and not isinstance(v, float)})
     largest: dict[tuple[_Shape, torch.dtype], nn.Parameter] = {}
     for parameter in group["params"]:
-        is_wide = parameter.dtype in _STEPPED_AS_THEY_ARE
+        is_wide = parameter.dtype in _WIDE_DTYPES
         dtype = parameter.dtype if is_wide else torch.float32
         key = tuple(min(size, 2) for size in parameter.shape), dtype
         if key not in largest or parameter.numel() > largest[key].numel():
@@ -363,11 +381,11 @@ def _kinds_of(group: Mapping[str, Any], seen: set[tuple[_Kind, str]]) -> list[_K
 
 
 def _large_shape(shape: _Shape) -> _Shape:
-    """The shape of a tensor that behaves as a parameter of `shape`; see [Note: Blocks]."""
+    """Shape of a probe tensor that represents a parameter of `shape`; see [Note: Blocks]."""
     bound = _BOUNDS.get(len(shape), _BOUND)
     if math.prod(shape) < _BLOCK_NUMEL:
         return tuple(min(size, bound) for size in shape)
-    # The longest size makes a multiple of the block of what is a power of two without it.
+    # All sizes but the longest are powers of two; the longest makes the product a multiple.
     sizes = [1 << min(size, bound).bit_length() - 1 for size in shape]
     longest = max(range(len(shape)), key=lambda dim: shape[dim])
     sizes[longest] = 1

@@ -1,17 +1,17 @@
-"""Optimizer state between whole tensors and this rank's slices.
+"""Saves and loads optimizer states: full tensors outside, slices on this rank.
 
-A state tensor is elementwise when it is shaped like its parameter (the whole one, or the slice that
-the optimizer steps): Adam's moments. Others (step counters) are the same on every rank and stay as
-they are.
+A state tensor is elementwise if it has the shape of its parameter (the full parameter, or the slice
+that the optimizer steps), such as Adam's moments. Other states (step counters) are equal on all
+ranks and are not sharded.
 
-[Note: Owned states] Where a rank owns whole parameters, it alone has their states, just as the
-optimizer made them: of any shape (Adafactor's rows and columns), quantised, numbers, lists. What
-other ranks need of them for a checkpoint is told by `TensorSpec`s, and the values by one gather for
-each bucket, in which every rank sends what it owns.
+[Note: Owned states] If a rank owns full parameters, only that rank has their states, exactly as the
+optimizer created them: of any shape (Adafactor's rows and columns), quantised, numbers, lists. For
+a checkpoint, the ranks exchange `TensorSpec`s of these states, and then the values, by one
+all-gather for each bucket in which every rank sends what it owns.
 
-States are saved as the optimizer keeps them, and not as a `state_dict` of its class may have
-rearranged them (bitsandbytes hides them from FSDP in a dict of their own), for that has slices. The
-class's `load_state_dict` takes either; dicts in a saved state are looked into.
+States are saved as the optimizer keeps them, not as rearranged by a `state_dict` of its class
+(bitsandbytes hides them from FSDP in a nested dict), because that would contain slices. The class's
+`load_state_dict` accepts both; dicts in a saved state are searched, too.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ _ALIGN_BYTES = 16
 
 
 def shard_initial_state(optimizer: Optimizer) -> None:
-    """Replaces whole states that an optimizer was born with (Adagrad's sum) by this rank's part."""
+    """Shards states that were created in the optimizer's constructor (Adagrad's sum)."""
     parameters = [key for key in optimizer.state if isinstance(key, Tensor)]
     entries = [(placement_of(p).shape, optimizer.state[p]) for p in parameters]
     keys = _ElementwiseKeys(optimizer, entries)
     for parameter in parameters:
-        state = optimizer.state[parameter]  # under other keys are numbers of the optimizer
+        state = optimizer.state[parameter]  # keys other than parameters have global numbers
         if not _is_stepped(parameter):
             del optimizer.state[parameter]
             continue
@@ -76,7 +76,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
 
 
 def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    """Refuses quantised states of a slice: their blocks begin elsewhere than on one rank."""
+    """Refuses quantised states of a slice, whose blocks differ from those of the full tensor."""
     placement = placement_of(parameter)
     if not is_sliced(bucket_of(placement)):
         return
@@ -84,9 +84,9 @@ def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         if is_composite(value):
             raise RuntimeError(
                 f"{type(optimizer).__name__} keeps {key} of {placement.name} as "
-                f"{type(value).__name__}, in blocks, and steps a slice of it: other values than on "
-                "one rank. Leave assume_elementwise=False, so that it steps whole tensors; where "
-                "it is, use stage 0."
+                f"{type(value).__name__}, in blocks, and steps a slice of it, which gives other "
+                "values than one process. Set assume_elementwise=False, so that it steps full "
+                "tensors; if it is already False, use stage 0."
             )
 
 
@@ -100,7 +100,7 @@ def swap_in_states(optimizer: Optimizer, bucket: Bucket) -> None:
 
 
 def swap_out_states(optimizer: Optimizer, bucket: Bucket) -> None:
-    """States of `bucket` go to their files again."""
+    """Writes the states of `bucket` back to their files."""
     states = raw_states(optimizer)
     for index, parameter in enumerate(bucket.parameters):
         if parameter in states:
@@ -110,10 +110,10 @@ def swap_out_states(optimizer: Optimizer, bucket: Bucket) -> None:
 def optimizer_state_dict(
     optimizer: Optimizer, buckets: Sequence[Bucket], *, is_recipient: bool
 ) -> dict[str, Any]:
-    """The state dict that the same optimizer would have without sharding, on the CPU. Collective.
+    """State dict of the optimizer as without sharding, on the CPU. Collective: every rank.
 
-    One bucket and one kind of state is gathered at a time. Ranks that are no recipients get an
-    empty dict.
+    Gathers one bucket and one kind of state at a time. Ranks with `is_recipient=False` get an empty
+    dict.
     """
     with without_state_view(optimizer):
         packed = optimizer.state_dict()
@@ -123,33 +123,33 @@ def optimizer_state_dict(
         if is_recipient:
             state[ids[parameter]] = map_tensors(lambda v: v.to("cpu", copy=True), owned)
     for member in ids.keys() & own.keys():
-        # Never write into the optimizer's own.
+        # A copy: the optimizer's own dict must not be changed.
         state.setdefault(ids[member], dict(own[member]))
     for parameter, key, joined in _unsharded_states(optimizer, buckets):
         if is_recipient:
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
     if not is_recipient:
         return {}
-    of_no_member = {k: v for k, v in packed["state"].items() if k not in set(ids.values())}
+    other_states = {k: v for k, v in packed["state"].items() if k not in set(ids.values())}
     packed["state"] = {
         number: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in state[number].items()}
         for number in sorted(state)
-    } | of_no_member
+    } | other_states
     return packed
 
 
 def load_optimizer_state_dict(
     optimizer: Optimizer, buckets: Sequence[Bucket], state_dict: Mapping[str, Any]
 ) -> None:
-    """Loads a state dict of whole tensors; each rank reads and keeps its own elements. Local.
+    """Loads a state dict of full tensors; each rank reads and keeps its own elements. Local.
 
     Args:
-        optimizer: Its state and the options of its groups are replaced.
+        optimizer: Optimizer whose state and group options are replaced.
         buckets: All buckets of the engine.
-        state_dict: As `torch.optim.Optimizer.state_dict` gives it; its tensors may be stored ones.
+        state_dict: Result of `torch.optim.Optimizer.state_dict`; tensors may be LazyTensors.
 
     Raises:
-        ValueError: It does not fit the optimizer. Nothing has been changed.
+        ValueError: The state dict does not fit the optimizer, which is then unchanged.
     """
     parameters = parameters_of(optimizer)
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -169,7 +169,8 @@ def load_optimizer_state_dict(
         for number, entry in entries.items()
         if _is_stepped(by_number[number])
     }
-    # The optimizer casts state to its parameters' dtype and device: they must be the masters then.
+    # The optimizer casts states to the dtype and device of its parameters, so these must be the
+    # main parameters.
     mine = set(parameters) - in_files
     own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
     for bucket in own_buckets:
@@ -191,7 +192,7 @@ def _load_into_files(
     keys: _ElementwiseKeys,
     states: dict[Any, Any],
 ) -> None:
-    """Moves elementwise states to their files, one after another: memory holds one of them."""
+    """Loads elementwise states into their files, one after another to limit memory."""
     placement = placement_of(parameter)
     for key, value in entry.items():
         if _is_shaped_like(placement.shape, key, value, keys):
@@ -206,8 +207,8 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
         return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
     if isinstance(value, ShardedTensor):
         return local_part(parameter, value)
-    is_cut = not bucket_of(placement).shards.has_tensor_owners
-    if is_cut and _is_shaped_like(placement.shape, key, value, keys):
+    has_slices = not bucket_of(placement).shards.has_tensor_owners
+    if has_slices and _is_shaped_like(placement.shape, key, value, keys):
         assert isinstance(value, Tensor)
         return bucket_of(placement).shards.slice_state(placement.index, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
@@ -225,7 +226,7 @@ def _check_states(
     own = [len(group["params"]) for group in optimizer.param_groups]
     wrong = []
     if saved != own:
-        wrong.append(f"groups of {saved} parameters, and the optimizer has groups of {own}")
+        wrong.append(f"groups of {saved} parameters, but the optimizer has groups of {own}")
     for number, entry in state_dict["state"].items():
         if number not in by_number:
             if saved == own:
@@ -234,7 +235,7 @@ def _check_states(
         placement = placement_of(by_number[number])
         wrong += [
             f"{key} of {placement.name} as a {type(value).__name__} of shape "
-            f"{tuple(value.shape)}, and slices of {tuple(placement.shape)} are stepped"
+            f"{tuple(value.shape)}, but slices of {tuple(placement.shape)} are stepped"
             for key, value in _named_tensors(entry)
             if value.numel() > 1
             and (value.shape != placement.shape or is_composite(value))
@@ -244,7 +245,7 @@ def _check_states(
         lines = "\n\t".join(wrong)
         raise ValueError(
             f"the checkpoint's state does not fit {type(optimizer).__name__}; it has\n\t{lines}\n"
-            "Resume with the model and the optimizer that were saved, or load the weights alone: "
+            "Resume with the model and the optimizer of the checkpoint, or load only the weights: "
             "lightning_zero.load_weights(module, path)."
         )
 
@@ -260,27 +261,30 @@ def _named_tensors(entry: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 def unshard_optimizer_state(
     optimizer: Optimizer, buckets: Sequence[Bucket], device: torch.device
 ) -> None:
-    """Replaces slices by whole tensors on `device`, on every rank. Collective."""
+    """Replaces sharded states by full tensors on `device`, on every rank. Collective."""
 
-    def at_home(value: Tensor) -> Tensor:
-        """A copy on `device`, or on the CPU for a number that the optimizer keeps there."""
+    def on_device(value: Tensor) -> Tensor:
+        """A copy on `device`; a 0-dim tensor stays on its device."""
         return value.to(device if value.dim() else value.device, copy=True)
 
-    joined = [
-        (p, key, whole.to(device, copy=True))
-        for p, key, whole in _unsharded_states(optimizer, buckets)
+    unsharded = [
+        (p, key, full.to(device, copy=True))
+        for p, key, full in _unsharded_states(optimizer, buckets)
     ]
-    owned = [(p, map_tensors(at_home, s)) for p, s in _gather_owned_states(optimizer, buckets)]
+    owned = [(p, map_tensors(on_device, s)) for p, s in _gather_owned_states(optimizer, buckets)]
     states = raw_states(optimizer)
     states.update(owned)
-    for parameter, key, whole in joined:
-        states[parameter][key] = whole
+    for parameter, key, full in unsharded:
+        states[parameter][key] = full
 
 
 def _unsharded_states(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, str, Tensor]]:
-    """Every elementwise state of what is sliced, whole. Collective: exhaust it on every rank."""
+    """Yields every elementwise state of sliced parameters as a full tensor.
+
+    Collective: every rank must exhaust it.
+    """
     mine, own = set(_parameter_ids(optimizer)), raw_states(optimizer)
     for bucket in filter(is_sliced, buckets):
         states = [own.get(p, {}) if p in mine else {} for p in bucket.parameters]
@@ -299,10 +303,11 @@ def _unsharded_states(
 
 
 class _ElementwiseKeys:
-    """Which states have one number for each element, where shapes do not tell.
+    """Keys of the states that are elementwise, for 0-dim parameters.
 
-    Of a parameter without dimensions a counter of steps and a moment have one shape. The same keys
-    of other parameters tell, `entries` of (shape of the parameter, state), else a step of a toy.
+    A step counter and a moment of a 0-dim parameter have the same shape. The states of other
+    parameters decide, given as `entries` of (shape of the parameter, state); without such states, a
+    probe decides.
     """
 
     def __init__(
@@ -330,30 +335,37 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _Elementwi
 
 
 def is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
-    """Whether a state of slot `index` has one number for each element that this rank steps."""
+    """Whether a state of slot `index` has one value for each element that this rank steps."""
     return is_elementwise_state(value, len(bucket.owned(index)))
 
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """Numbers as torch gives them in a state dict: by order in the groups."""
+    """Numbers of the parameters in a state dict of torch: by order in the groups."""
     return {p: number for number, p in enumerate(dict.fromkeys(parameters_of(optimizer)))}
 
 
-# ---------------------------------------------------------------- states of whole parameters
+# ---------------------------------------------------------------- states of full parameters
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that another rank may hold."""
+    """Description of a state tensor, which another rank may have.
+
+    Attributes:
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor.
+        is_on_cpu: Whether the optimizer keeps the tensor on the CPU.
+        number: Value of a 0-dim tensor; None for other tensors.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    is_on_cpu: bool  # the optimizer keeps it there
-    number: float | None  # its value, where it has no dimensions
+    is_on_cpu: bool
+    number: float | None
 
     @staticmethod
     def of(value: object) -> object:
-        """The outline of a tensor; anything else as it is."""
+        """Spec of a tensor; other values are returned as they are."""
         if not isinstance(value, Tensor):
             return value
         number = value.item() if value.dim() == 0 else None
@@ -361,7 +373,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, rounded up so that what follows is aligned."""
+        """Size in bytes, rounded up so that the next tensor is aligned."""
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -370,9 +382,9 @@ _StateSpecs = Mapping[nn.Parameter, Any]
 
 
 def gather_owned_state_specs(optimizer: Optimizer, buckets: Sequence[Bucket]) -> _StateSpecs:
-    """By owned parameter that has been stepped, its state with an outline for every tensor.
+    """States of all owned parameters that have been stepped, with specs in place of tensors.
 
-    Tensors made of tensors are taken apart. Collective: every rank.
+    Composite tensors are flattened. Collective: every rank.
     """
     own_buckets = _buckets_of(optimizer, buckets)
     if not own_buckets:
@@ -394,19 +406,19 @@ def gather_owned_state_specs(optimizer: Optimizer, buckets: Sequence[Bucket]) ->
 def _gather_owned_states(
     optimizer: Optimizer, buckets: Sequence[Bucket]
 ) -> Iterator[tuple[nn.Parameter, Any]]:
-    """Every parameter that is stepped whole, with its state, on every rank.
+    """Yields every parameter that is stepped as a full tensor, with its state, on every rank.
 
-    Collective: exhaust it on every rank. One bucket is gathered at a time; where every rank steps
-    all parameters, each has their states. Tensors are views on the device, to be copied at once;
-    those that the optimizer keeps on the CPU and that have no dimensions are there.
+    Gathers one bucket at a time; if every rank steps all parameters, it has their states. Tensors
+    are views on the device, valid until the next one is yielded; 0-dim tensors that the optimizer
+    keeps on the CPU are on the CPU. Collective: every rank must exhaust it.
     """
     for bucket in buckets:
         if bucket.replicates_optim:
-            states = raw_states(optimizer)  # a defaultdict: not to be asked for what it lacks
+            states = raw_states(optimizer)  # a defaultdict: `states[p]` would create missing ones
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
-    outlines = gather_owned_state_specs(optimizer, buckets)
+    specs = gather_owned_state_specs(optimizer, buckets)
     for bucket in _buckets_of(optimizer, buckets):
-        for parameter, tensors in _gather_bucket(bucket, outlines, optimizer).items():
+        for parameter, tensors in _gather_bucket(bucket, specs, optimizer).items():
             rest = iter(tensors)
 
             def restore(leaf: object, rest: Iterator[Tensor] = rest) -> object:
@@ -415,11 +427,11 @@ def _gather_owned_states(
                 tensor = next(rest)
                 return tensor.cpu() if leaf.is_on_cpu and not leaf.shape else tensor
 
-            yield parameter, unflatten_composites(tree_map(restore, outlines[parameter]))
+            yield parameter, unflatten_composites(tree_map(restore, specs[parameter]))
 
 
 def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Those with owned parameters of `optimizer`, in layout order."""
+    """Buckets with owned parameters of `optimizer`, in layout order."""
     members = set(parameters_of(optimizer))
     return [
         bucket
@@ -429,26 +441,26 @@ def _buckets_of(optimizer: Optimizer, buckets: Sequence[Bucket]) -> list[Bucket]
 
 
 def _gather_bucket(
-    bucket: Bucket, outlines: _StateSpecs, optimizer: Optimizer
+    bucket: Bucket, specs: _StateSpecs, optimizer: Optimizer
 ) -> dict[nn.Parameter, list[Tensor]]:
-    """By parameter, the tensors of its state: views of one buffer on the device. Collective."""
+    """State tensors by parameter: views of one buffer on the device. Collective: every rank."""
     comm, mesh = bucket.comm, bucket.comm.mesh
     by_owner: list[list[tuple[nn.Parameter, list[TensorSpec]]]] = [
         [] for _ in range(mesh.num_shards)
     ]
     for slot, parameter in zip(bucket.plan.layout.slots, bucket.parameters, strict=True):
-        if parameter in outlines:
+        if parameter in specs:
             assert slot.owner is not None
-            leaves = tree_leaves(outlines[parameter])
+            leaves = tree_leaves(specs[parameter])
             own = [leaf for leaf in leaves if isinstance(leaf, TensorSpec)]
             by_owner[slot.owner].append((parameter, own))
-    cuts = [
+    split_sizes = [
         max(_ALIGN_BYTES, sum(leaf.nbytes for _, leaves in owned for leaf in leaves))
         for owned in by_owner
     ]
-    buffer = torch.zeros(sum(cuts), dtype=torch.uint8, device=comm.device)
+    buffer = torch.zeros(sum(split_sizes), dtype=torch.uint8, device=comm.device)
     views: dict[nn.Parameter, list[Tensor]] = {}
-    for owned, start in zip(by_owner, accumulate([0, *cuts[:-1]]), strict=True):
+    for owned, start in zip(by_owner, accumulate([0, *split_sizes[:-1]]), strict=True):
         for parameter, leaves in owned:
             views[parameter] = []
             for leaf in leaves:
@@ -460,5 +472,5 @@ def _gather_bucket(
         values = plain_tensors(raw_states(optimizer)[parameter])
         for view, value in zip(views[parameter], values, strict=True):
             view.copy_(value)
-    comm.all_gather(buffer, f"states of {bucket.plan.name}", split_sizes=cuts).wait()
+    comm.all_gather(buffer, f"states of {bucket.plan.name}", split_sizes=split_sizes).wait()
     return views

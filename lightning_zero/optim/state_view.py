@@ -1,13 +1,13 @@
-"""What users see as `optimizer.state`: slices as the sharded tensors that they are parts of.
+"""`optimizer.state` as users see it: slices appear as sharded tensors.
 
-[Note: State view] The optimizer itself must see plain slices, 1-D, beside the slices that it
-steps. Everybody else sees tensors of the parameter's shape, as `p.grad` is: reads, elementwise
-writes and `full_tensor()` mean the whole. So `optimizer.state` is a `StateView` between steps,
-and the plain dict, `raw`, inside of them (`without_state_view`).
-Assigning, deleting and clearing reach
-that dict. A state dict of torch's is made from what is shown, so it holds sharded tensors.
+[Note: State view] In a step, the optimizer needs plain 1-D slices of states next to the slices of
+parameters. Between steps, users see tensors of the parameter's shape, like `p.grad`: reads,
+elementwise writes and `full_tensor()` act on the full state. So `optimizer.state` is a `StateView`
+between steps, and the plain dict, `raw`, within steps (`without_state_view`). Assignments and
+deletions are applied to that dict. A state dict of torch is created from the view, so it contains
+sharded tensors.
 
-States that one rank owns whole are shown by that rank, as they are; another rank cannot show them.
+States of owned full tensors are visible on the owner only, as they are.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 REMEDIES = (
-    "save by trainer.save_checkpoint(path), or take the whole state from "
+    "save with trainer.save_checkpoint(path), or get the full state from "
     "strategy.optimizer_state(optimizer) or engine.optimizer_state(optimizer), on every rank"
 )
 
 
 def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
-    """The plain dict of states: slices, as the optimizer steps them."""
+    """The plain dict of states, with slices as the optimizer steps them."""
     state: Any = optimizer.state
     plain: defaultdict[Any, Any] = state.raw if isinstance(state, StateView) else state
     return plain
@@ -55,32 +55,32 @@ def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
 
 @contextmanager
 def without_state_view(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, `optimizer.state` is the plain dict, as the optimizer itself needs it."""
-    shown: Any = optimizer.state
-    if not isinstance(shown, StateView):
+    """Inside, `optimizer.state` is the plain dict that the optimizer itself needs."""
+    view: Any = optimizer.state
+    if not isinstance(view, StateView):
         yield
         return
-    optimizer.state = shown.raw
+    optimizer.state = view.raw
     try:
         yield
     finally:
-        shown.raw = optimizer.state  # loading puts another dict there
-        optimizer.state = cast("Any", shown)
+        view.raw = optimizer.state  # loading replaces the dict
+        optimizer.state = cast("Any", view)
 
 
 def is_sliced(bucket: Bucket) -> bool:
-    """Whether states of its parameters are slices."""
+    """Whether states of the bucket's parameters are slices."""
     return not bucket.replicates_optim and not bucket.shards.has_tensor_owners
 
 
 def local_part(parameter: Tensor, value: object, known: object = None) -> object:
-    """What this rank keeps of a state that has been given for the whole parameter.
+    """This rank's slice of a state that has the shape of the parameter.
 
     Args:
-        parameter: Of an engine.
-        value: Of the parameter's shape, plain or sharded; anything else is returned as it is.
-        known: What the optimizer has had in its place, if anything: of a parameter without
-            dimensions it says whether the value is one for each element.
+        parameter: Parameter of an engine.
+        value: State of the parameter's shape, plain or sharded; other values are returned as is.
+        known: Previous value of the state, if any: for a 0-dim parameter it shows whether the state
+            is elementwise.
     """
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
@@ -97,20 +97,20 @@ def local_part(parameter: Tensor, value: object, known: object = None) -> object
 
 
 def _slice(bucket: Bucket, index: int, value: Tensor) -> Tensor:
-    whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
-    return bucket.shards.slice_state(index, whole)
+    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    return bucket.shards.slice_state(index, full)
 
 
 class StateView(MutableMapping[Any, Any]):
     """`optimizer.state` between steps. See [Note: State view].
 
     Attributes:
-        own: The optimizer's own dict, with slices.
-        drain: Called before values are looked at: a worker may be changing them.
+        raw: The optimizer's own dict, with slices.
+        drain: Waits for a worker that may be changing values; called before access.
     """
 
-    def __init__(self, own: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
-        self.raw = own
+    def __init__(self, raw: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
+        self.raw = raw
         self.drain = drain
 
     def __getitem__(self, parameter: Any) -> Any:
@@ -148,7 +148,7 @@ class StateView(MutableMapping[Any, Any]):
         return len(self.raw)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """As of a dict, like the following: makes no state where there is none."""
+        """Like `dict.get`, as are the following methods; creates no missing state."""
         return default if key not in self.raw else self[key]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
@@ -164,25 +164,25 @@ class StateView(MutableMapping[Any, Any]):
         return state
 
     def copy(self) -> dict[Any, Any]:
-        """As of a dict: another one with the same states."""
+        """Like `dict.copy`: a new dict with the same states."""
         return dict(self.items())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        """Whole states, as the deep copy of a parameter is whole. Collective."""
+        """Copies the full states, like the deep copy of a parameter. Collective: every rank."""
 
-        def whole(value: Any) -> Any:
+        def full(value: Any) -> Any:
             is_sharded = isinstance(value, ShardedTensor)
             return value.full_tensor() if is_sharded else copy.deepcopy(value, memo)
 
         copied: dict[Any, Any] = defaultdict(dict)
         for parameter, state in self.items():
-            copied[copy.deepcopy(parameter, memo)] = {k: whole(v) for k, v in state.items()}
+            copied[copy.deepcopy(parameter, memo)] = {k: full(v) for k, v in state.items()}
         return copied
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError(
-            "an optimizer cannot be pickled while an engine holds it: this rank has a part of its "
-            f"states; {REMEDIES}."
+            "an optimizer cannot be pickled while it is attached to an engine: this rank has only "
+            f"a shard of its states; {REMEDIES}."
         )
 
     def __repr__(self) -> str:
@@ -190,15 +190,15 @@ class StateView(MutableMapping[Any, Any]):
 
 
 def raise_partial_states(what: str) -> NoReturn:
-    """Raises where a rank has only the states of tensors that it owns."""
+    """Raises because this rank has only the states of tensors that it owns."""
     raise RuntimeError(
-        f"{what} is not all on this rank: each rank steps some tensors and has their states alone; "
-        f"{REMEDIES}."
+        f"{what} is not complete on this rank: each rank has only the states of the tensors that "
+        f"it steps; {REMEDIES}."
     )
 
 
 def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A hook on torch's state dicts: its entries are dicts as of any optimizer."""
+    """Post-hook of `state_dict`: makes the states plain dicts, as in any optimizer."""
     if isinstance(state_dict.get("state"), dict):
         state_dict["state"] = {
             key: dict(state) if isinstance(state, _ParameterStateView) else state
@@ -208,33 +208,33 @@ def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
 
 
 class _ParameterStateView(dict[str, Any]):
-    """The state of one parameter, as shown; what is written to it reaches the optimizer's own."""
+    """View of the state of one parameter; writes are applied to the optimizer's own state."""
 
-    def __init__(self, own: dict[str, Any], parameter: Tensor) -> None:
-        super().__init__({key: _shown(parameter, key, value) for key, value in own.items()})
-        self._own = own
+    def __init__(self, raw: dict[str, Any], parameter: Tensor) -> None:
+        super().__init__({key: _view_of(parameter, key, value) for key, value in raw.items()})
+        self._raw = raw
         self._parameter = parameter
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._own[key] = local_part(self._parameter, value, self._own.get(key))
-        super().__setitem__(key, _shown(self._parameter, key, self._own[key]))
+        self._raw[key] = local_part(self._parameter, value, self._raw.get(key))
+        super().__setitem__(key, _view_of(self._parameter, key, self._raw[key]))
 
     def __delitem__(self, key: str) -> None:
         super().__delitem__(key)
-        del self._own[key]
+        del self._raw[key]
 
     def clear(self) -> None:
-        """As of a dict, like the following."""
+        """Like `dict.clear`, as are the following methods."""
         super().clear()
-        self._own.clear()
+        self._raw.clear()
 
     def pop(self, key: str, *default: Any) -> Any:
-        self._own.pop(key, None)
+        self._raw.pop(key, None)
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Any]:
         key, value = super().popitem()
-        del self._own[key]
+        del self._raw[key]
         return key, value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -257,25 +257,34 @@ class _ParameterStateView(dict[str, Any]):
         return copy.deepcopy(dict(self), memo)
 
 
-def _shown(parameter: Tensor, key: str, value: object) -> object:
+def _view_of(parameter: Tensor, key: str, value: object) -> object:
+    """A sharded tensor for an elementwise state; other values as they are."""
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
     if not is_elementwise_state(value, len(bucket.owned(placement.index))):
         return value
     assert isinstance(value, Tensor)
-    part = _StatePart(bucket, placement.index, key, value)
-    return ShardedTensor.of(part, bucket.shard_specs[placement.index], "optimizer.state", value)
+    shard = _StateShard(bucket, placement.index, key, value)
+    return ShardedTensor.of(shard, bucket.shard_specs[placement.index], "optimizer.state", value)
 
 
 @dataclass(frozen=True, eq=False)
-class _StatePart:
-    """This rank's elements of one state."""
+class _StateShard:
+    """Access to this rank's elements of one state.
+
+    Attributes:
+        bucket: Bucket of the parameter.
+        index: Slot of the parameter.
+        key: Key of the state.
+        value: The elements, in memory or as a LazyTensor.
+        version: Constant, because gathered values of a state are not kept.
+    """
 
     bucket: Bucket
     index: int
     key: str
-    value: Tensor  # in memory, or what reads a file
-    version: int = 0  # nothing that is gathered of it is kept
+    value: Tensor
+    version: int = 0
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":

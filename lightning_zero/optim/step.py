@@ -1,19 +1,19 @@
-"""The optimizer step: the user's own optimizer, on this rank's slices, bucket by bucket.
+"""The optimizer step: steps this rank's slices with the user's own optimizer, bucket by bucket.
 
-[Note: One step of the user's optimizer] The optimizer object is kept as it is; a pre-hook and a
-post-hook do the work, so that `optimizer.step()` is right whoever calls it: Lightning, a
-GradScaler, a hand-written loop. The pre-hook runs a closure first (parameters must be whole in it),
-then steps bucket after bucket with stand-ins (clone.py), small ones together: the gather of a
-stepped bucket travels while the next one is stepped, and what rests in files or in other memory is
-on its way before its step. The body that follows finds no gradients and does nothing. An optimizer
-that counts calls in its groups cannot be called once for each bucket; it runs its body once over
-all of them instead. `probe` finds out which kind an optimizer is.
+[Note: One step of the user's optimizer] The optimizer object is not replaced. A pre-hook and a
+post-hook do the work, so `optimizer.step()` is correct for every caller: Lightning, a GradScaler, a
+hand-written loop. The pre-hook first runs the closure, if any, because parameters must be usable in
+it. Then it steps bucket after bucket with stand-ins (clone.py), small buckets together. The
+all-gather of a stepped bucket overlaps the step of the next one, and tensors in files or in other
+memory are loaded ahead. The step function itself then finds no gradients and does nothing. An
+optimizer that counts its calls cannot be called once for each bucket; instead, its step function
+runs once over all buckets. `probe` determines the kind of an optimizer.
 
-[Note: Steps beside the next forward] With `overlap_step` a worker runs the same loop over buckets,
-in the order in which the next forward needs them. Every use of a bucket waits until the loop has
-passed its number (`Bucket.wait_for_step`), and whoever looks from outside waits for all.
-The settings of the optimizer are taken when `step()` is called, the gradients stay as they are
-until the next backward, which waits too: the values are those of a step that nothing overlaps.
+[Note: Steps that overlap the next forward] With `overlap_step`, a worker thread runs the same loop
+over buckets, in the order in which the next forward needs them. Every use of a bucket waits until
+the loop has stepped it (`Bucket.wait_for_step`); access from outside waits for all buckets. The
+settings of the optimizer are copied when `step()` is called, and the gradients do not change until
+the next backward, which waits, too. So the values are those of a step without overlap.
 """
 
 from __future__ import annotations
@@ -64,13 +64,22 @@ from lightning_zero.tiers.storage import Storage
 
 __all__ = ["MAX_NUMEL_PER_CALL", "OptimizerStep", "check_full_tensors"]
 
-# Elements that one call steps, by type of device; one bucket may have more. On a CPU a step takes
-# longer than the call, and gathers travel meanwhile.
+# Maximum number of elements that one call steps, by type of device; one bucket may have more. On a
+# CPU a step takes longer than its call, and all-gathers overlap it, so buckets are not combined.
 MAX_NUMEL_PER_CALL = {"cuda": 2**25}
 
 
 class OptimizerStep:
-    """Runs the user's optimizer on the slices of this rank, from hooks on its `step`."""
+    """Steps this rank's slices with the user's optimizer, in hooks of its `step`.
+
+    Args:
+        optimizer: The user's optimizer.
+        found: Result of its probe.
+        probe: Probes an optimizer again, after its options have changed.
+        reducer: Reducer that has the buckets and their gradients.
+        storage: Stores of the buckets.
+        worker: Worker thread for overlapped steps; None: no overlap.
+    """
 
     def __init__(
         self,
@@ -87,15 +96,15 @@ class OptimizerStep:
         self._kind = found.kind
         self._result = found
         self._probe = probe
-        self._known_settings = [_settings_of(optimizer)]  # with which it has been looked at
-        self._known_members: set[nn.Parameter] = set()  # that have been looked at
+        self._known_settings = [_settings_of(optimizer)]  # settings that have been probed
+        self._known_members: set[nn.Parameter] = set()  # parameters that have been checked
         self._reducer = reducer
         self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
-        # By setting that is on the CPU for this step: group, key, the user's number, its copy.
-        self._brought: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        self._depth = 0  # a subclass's step may call its parent's, which calls hooks too
+        # Settings that are on the CPU for this step: group, key, the user's tensor, its copy.
+        self._cpu_copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
+        self._depth = 0  # a subclass's step may call its parent's, which calls the hooks, too
         self._is_inside = self._is_inside_bucket = self._is_detached = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
@@ -109,7 +118,7 @@ class OptimizerStep:
         self._install_state_view()
 
     def reset(self) -> None:
-        """After an exception, which may have come between the two hooks."""
+        """Resets after an exception, which may have occurred between the two hooks."""
         self._is_inside = self._is_inside_bucket = False
         self._depth = 0
         self._stepping = []
@@ -118,7 +127,7 @@ class OptimizerStep:
             self._install_state_view()
 
     def detach(self) -> None:
-        """The optimizer steps by itself again; its states are this rank's parts."""
+        """Removes all hooks and wrappers; the optimizer keeps this rank's slices as states."""
         for handle in self._handles:
             handle.remove()
         for name in self._wrapped:
@@ -127,18 +136,18 @@ class OptimizerStep:
             self.optimizer.state = raw_states(self.optimizer)
         self._is_detached = True
 
-    # ---------------------------------------------------------------- what users see
+    # ---------------------------------------------------------------- states
 
     def _uninstall_state_view(self) -> None:
-        """`optimizer.state` is the plain dict. See [Note: State view]."""
+        """Makes `optimizer.state` the plain dict. See [Note: State view]."""
         state: Any = self.optimizer.state
-        if state is not self._view and state is not self._view.raw:  # a user has put it there
+        if state is not self._view and state is not self._view.raw:  # assigned by the user
             shard_initial_state(self.optimizer)
             self._view.raw = self.optimizer.state
         self.optimizer.state = self._view.raw
 
     def _install_state_view(self) -> None:
-        """`optimizer.state` shows sharded tensors."""
+        """Makes `optimizer.state` the view with sharded tensors."""
         if self.optimizer.state is not self._view:
             self._view.raw = self.optimizer.state
             self.optimizer.state = self._view
@@ -146,17 +155,17 @@ class OptimizerStep:
     def _before_state_dict(self, *_: Any) -> None:
         self._drain()
         if self.optimizer.state is not self._view:
-            return  # the engine asks, or the optimizer in its step
+            return  # called by the engine, or by the optimizer in its step
         for bucket in self._own_buckets():
             if bucket.shards.has_tensor_owners and bucket.comm.mesh.num_shards > 1:
                 raise_partial_states(f"state_dict() of {type(self.optimizer).__name__}")
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """In the place of the optimizer's: each rank takes its own part of whole states."""
+        """Replaces the optimizer's `load_state_dict`: each rank takes its slices of full states."""
         self._drain()
         if self.optimizer.state is self._view:
             load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
-        else:  # called by that function, with this rank's parts
+        else:  # called by that function, with this rank's slices
             type(self.optimizer).load_state_dict(self.optimizer, state_dict)
 
     def _own_buckets(self) -> list[Bucket]:
@@ -169,7 +178,10 @@ class OptimizerStep:
     def _run_method(
         self, name: str, method: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Runs a method of the optimizer as `step` runs. See [Note: Methods of optimizers]."""
+        """Runs a method of the optimizer like `step`. See [Note: Methods of optimizers].
+
+        Collective: every rank.
+        """
         buckets = [] if self._is_inside or self._is_detached else self._own_buckets()
         if not buckets:
             return method(*args, **kwargs)
@@ -181,36 +193,34 @@ class OptimizerStep:
         self._is_inside = True
         self._stepping = buckets
         try:
-            with failing_together(f"run {call}", lockstep.gather_objects), self._on_parts(call):
+            with failing_together(f"run {call}", lockstep.gather_objects), self._on_slices(call):
                 result = method(*args, **kwargs)
         finally:
             self._leave()
         return result
 
     @contextmanager
-    def _on_parts(self, call: str) -> Iterator[None]:
-        """Inside, parameters and states are what this rank steps; uses of more are refused."""
+    def _on_slices(self, call: str) -> Iterator[None]:
+        """Inside, parameters and states are slices, and operators that need full tensors raise."""
         members = parameters_of(self.optimizer)
         for bucket in self._stepping:
             bucket.masters.enter_step(has_grads=False)
             if bucket.shards.keeps_states_in_files:
                 swap_in_states(self.optimizer, bucket)
-        parts: dict[bool, list[Tensor]] = {False: [], True: []}  # by whether they are slices
+        slices: list[Tensor] = []
+        full: list[Tensor] = []
         for bucket in self._stepping:
             if bucket.replicates_optim:
                 continue
             for parameter in bucket.parameters:
                 states = plain_tensors(raw_states(self.optimizer).get(parameter, {}))
-                known = [value for value in states if value.dim()]
-                parts[is_sliced(bucket)] += [parameter.data, *known]
-        with NoGradientAccess(members, call), ElementwiseOnly(parts[True], parts[False], call):
+                tensors = slices if is_sliced(bucket) else full
+                tensors += [parameter.data, *(value for value in states if value.dim())]
+        with NoGradientAccess(members, call), ElementwiseOnly(slices, full, call):
             yield
 
     def _leave(self) -> None:
-        """Ends what has begun with all of `_stepping` at their masters; gathers what was stepped.
-
-        Collective.
-        """
+        """Ends the step of all buckets in `_stepping`, and all-gathers them. Collective."""
         stepped, self._stepping = self._stepping, []
         self._is_inside = False
         for bucket in stepped:
@@ -226,16 +236,18 @@ class OptimizerStep:
     # ---------------------------------------------------------------- around a closure
 
     def _begin_around(self, closure: object) -> Callable[[], Any]:
-        """Parameters are at their masters until the optimizer calls its closure, and after it.
+        """Points parameters at their main parameters, except while the closure runs.
 
-        Returns the closure to be called in the place of `closure`. Before it no gradients are
-        shown: they are those of the step before.
+        Before the closure, parameters have no gradients: those would be of the previous step.
+
+        Returns:
+            The closure that replaces `closure`.
         """
         if not callable(closure):
             raise TypeError(
                 f"{type(self.optimizer).__name__} needs a closure: call optimizer.step(closure), "
-                "where closure() runs the forward and the backward and returns the loss. A loss "
-                "scaler (16-mixed) calls step() without one."
+                "where closure() runs the forward and the backward and returns the loss. It cannot "
+                "be used with a loss scaler (16-mixed), which calls step() without a closure."
             )
         self._members()
         self._reducer.before_step()
@@ -266,7 +278,7 @@ class OptimizerStep:
         if self._is_inside:
             self._depth += 1
             return None
-        # torch counts the optimizer itself among the arguments.
+        # In the hook, the first of `args` is the optimizer itself.
         _, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if self._kind is StepKind.AROUND_CLOSURE:
@@ -279,9 +291,9 @@ class OptimizerStep:
             args = (optimizer, evaluated, *rest[1:]) if rest else args
             kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
         self._reducer.before_step()
-        members = self._members()  # an error leaves the states shown
+        members = self._members()  # before the state view is removed: it may raise
         self._uninstall_state_view()
-        with torch._C.DisableTorchFunctionSubclass():  # guarded ones would take their time
+        with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             self._stepping = [
                 bucket
                 for bucket in self._reducer.step_order()
@@ -300,7 +312,7 @@ class OptimizerStep:
                 self._is_inside_bucket = False
             with torch._C.DisableTorchFunctionSubclass():
                 for parameter in (p for bucket in self._stepping for p in bucket.parameters):
-                    parameter.grad = None  # the body finds none and does nothing
+                    parameter.grad = None  # so that the step function does nothing
         else:
             for bucket in self._stepping:
                 bucket.masters.enter_step()
@@ -309,27 +321,31 @@ class OptimizerStep:
         return args, kwargs
 
     def _move_scalars(self) -> None:
-        """Settings, and what a loss scaler lends. See [Note: Numbers on their way]."""
-        first = (bucket.parameters[0] for bucket in self._stepping)  # they point at masters
+        """Copies scalar settings, and tensors set by a loss scaler, to the CPU for a CPU step.
+
+        See [Note: Asynchronous copies of scalars].
+        """
+        # The parameters are views of the main parameters now.
+        first = (bucket.parameters[0] for bucket in self._stepping)
         if all(parameter.device.type != "cpu" for parameter in first):
             return
         own = self.optimizer.__dict__
         names = own.keys() & {"grad_scale", "found_inf"}
         own.update(scalars_to_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
-            numbers = {key: value for key, value in group.items() if is_device_scalar(value)}
-            copies = scalars_to_cpu(numbers)
+            scalars = {key: value for key, value in group.items() if is_device_scalar(value)}
+            copies = scalars_to_cpu(scalars)
             group.update(copies)
-            self._brought += [(group, key, numbers[key], copies[key]) for key in numbers]
+            self._cpu_copies += [(group, key, scalars[key], copies[key]) for key in scalars]
 
     def _restore_scalars(self) -> None:
-        """The settings are the user's own tensors again, with what has become of them."""
-        for group, key, number, copy in self._brought:
-            if group.get(key) is copy:  # else the step has set it anew
+        """Restores the user's tensors as settings, with changes made in the step."""
+        for group, key, scalar, copy in self._cpu_copies:
+            if group.get(key) is copy:  # else the step has replaced it
                 if copy._version:
-                    number.copy_(copy)
-                group[key] = number
-        self._brought = []
+                    scalar.copy_(copy)
+                group[key] = scalar
+        self._cpu_copies = []
 
     def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_inside_bucket:
@@ -366,7 +382,7 @@ class OptimizerStep:
             else:
                 run()
         except BaseException as error:
-            loop.fail(error)  # nobody else will: a reset waits for it
+            loop.fail(error)  # a reset waits for the end of the loop
             raise
 
     def _drain(self, *_: Any) -> None:
@@ -376,7 +392,7 @@ class OptimizerStep:
     def _run(
         self, loop: StepLoop, buckets: Sequence[Bucket], work: Sequence[Sequence[ChunkStep]]
     ) -> None:
-        """Steps every bucket; it has been stepped when its last writes have begun."""
+        """Steps every bucket; a bucket counts as stepped when its last writes have been issued."""
 
         def end_before(number: int) -> None:
             for bucket in buckets[loop.num_stepped : number]:
@@ -404,7 +420,7 @@ class OptimizerStep:
         end_before(len(buckets))
 
     def read_ahead(self) -> None:
-        """Begins to read what the next step will need, as far as there are buffers for it."""
+        """Starts to read the files of the next step, as far as buffers are free."""
         buckets = self._reducer.step_order() if self._kind is StepKind.BY_BUCKET else []
         # Gradients in files are written before the step.
         has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
@@ -424,19 +440,19 @@ class OptimizerStep:
         self._storage.pipeline.prefetch(jobs)
 
     def _probe_again(self) -> None:
-        """At an optimizer with other parameters, or with options that were on or off before."""
+        """Probes the optimizer again, after options were switched on or off or groups changed."""
         found = self._probe(self.optimizer)
         if found.kind is StepKind.AT_ONCE and self._kind is StepKind.BY_BUCKET:
             raise ValueError(
-                f"{type(self.optimizer).__name__} counts its steps since its options were changed, "
-                "so it can only step all parameters in one call; set them before the engine is "
-                "built (in Lightning, in configure_optimizers)."
+                f"the options of {type(self.optimizer).__name__} were changed, and with the new "
+                "ones it counts its steps, so it can only step all parameters in one call; set "
+                "the options before the engine is built (in Lightning, in configure_optimizers)."
             )
         self._result = dataclasses.replace(self._result, is_elementwise=found.is_elementwise)
         self._known_settings.append(_settings_of(self.optimizer))
 
     def _members(self) -> set[nn.Parameter]:
-        """The optimizer's parameters; it is looked at where they or its options have changed."""
+        """The optimizer's parameters; checks them, and probes new options, after changes."""
         members = set(parameters_of(self.optimizer))
         is_known = _settings_of(self.optimizer) in self._known_settings
         if is_known and members == self._known_members:
@@ -444,9 +460,10 @@ class OptimizerStep:
         for parameter in members:
             if not has_placement(parameter):
                 raise ValueError(
-                    f"{type(self.optimizer).__name__} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that the engine does not: its gradient would not be "
-                    "averaged. Add parameters to the module before the engine is built."
+                    f"{type(self.optimizer).__name__} has a parameter of shape "
+                    f"{tuple(parameter.shape)} that does not belong to the engine, so its gradient "
+                    "would not be averaged. Add parameters to the module before the engine is "
+                    "built."
                 )
         if not is_known:
             self._probe_again()
@@ -456,7 +473,10 @@ class OptimizerStep:
 
 
 def _settings_of(optimizer: Optimizer) -> list[Any]:
-    """What may decide what it looks at: not how large a number is, but whether it is zero."""
+    """Settings on which the result of a probe may depend.
+
+    Of a number only whether it is zero.
+    """
     return [
         len(group["params"]) if key == "params" else _choice_of(value)
         for group in optimizer.param_groups
@@ -474,7 +494,7 @@ def _choice_of(value: Any) -> Any:
 
 
 class _Evaluated:
-    """In place of a closure that has been called: returns its loss, once in a step."""
+    """Replaces a closure that has been called: returns its loss, once per step."""
 
     def __init__(self, loss: Any, name: str) -> None:
         self._loss = loss
@@ -484,40 +504,44 @@ class _Evaluated:
     def __call__(self) -> Any:
         if self._is_called:
             raise RuntimeError(
-                f"{self._name} calls its closure more than once in a step, and it is run once, "
-                "before the step, so that the gradients of all ranks are averaged; use an "
-                "optimizer that evaluates the loss once."
+                f"{self._name} calls its closure more than once in a step, but the closure is run "
+                "only once, before the step, so that the gradients of all ranks are averaged; use "
+                "an optimizer that evaluates the loss once."
             )
         self._is_called = True
         return self._loss
 
 
 def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
-    """Refuses, by a ValueError, an optimizer that would step slices as if they were tensors."""
+    """Checks that an optimizer which must step full tensors does not get slices.
+
+    Raises:
+        ValueError: One of its parameters is sharded in slices.
+    """
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
         if not (bucket.replicates_optim or bucket.plan.layout.has_tensor_owners):
             raise ValueError(
-                f"{type(optimizer).__name__} must step whole tensors, and {placement.name} was "
-                "cut when the engine was built: nothing asked for it whole. Give this "
-                "optimizer all of its parameters before that (in Lightning, in "
-                "configure_optimizers)."
+                f"{type(optimizer).__name__} must step full tensors, but {placement.name} was "
+                "sharded in slices when the engine was built. Give this optimizer all of its "
+                "parameters before that (in Lightning, in configure_optimizers)."
             )
 
 
 def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
-    """What each call of the optimizer steps, with the number of its first bucket.
+    """Chunks that each call of the optimizer steps, with the number of the first bucket.
 
-    A call costs a millisecond of Python, so small buckets on a device have one together.
+    A call costs a millisecond of Python, so small buckets on a device share one call.
     """
     first, steps, numel = 0, list[ChunkStep](), 0
     for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
         own_numel = step.chunk.stop - step.chunk.start
         numel += own_numel
-        is_alike = bool(steps) and steps[0].of.device == step.of.device
-        is_much = numel > MAX_NUMEL_PER_CALL.get(step.of.device.type, 0)
-        if not is_alike or is_much or steps[0].chunk.files or step.chunk.files:
+        device = step.bucket_step.device
+        is_same_device = bool(steps) and steps[0].bucket_step.device == device
+        is_full = numel > MAX_NUMEL_PER_CALL.get(device.type, 0)
+        if not is_same_device or is_full or steps[0].chunk.files or step.chunk.files:
             if steps:
                 yield first, steps
             first, steps, numel = number, [], own_numel

@@ -1,15 +1,15 @@
-"""One tensor and its views. Imports layout.
+"""Tensors, parameters and their views. Imports layout.
 
-    buffer      `FlatBuffer`: memory of one bucket, and a view of it for each parameter
-    freed       what views of freed memory show
-    guarded     parameters that are not whole: a use of one makes its bucket whole
+    buffer      `FlatBuffer`: memory of one bucket, with one view for each parameter
+    freed       reads of freed memory: NaN or an error
+    guarded     sharded parameters, which are unsharded when they are used
     lazy        `LazyTensor`: values that are read from a file when they are used
     shard_spec  which elements of a parameter each rank has
-    sharded     what `p.grad` and `p.data` are where a parameter rests as a shard
-    full_view   gathered values of such a one, to be looked at and written to
+    sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
+    full_view   gathered values of a sharded tensor, to be read and written
     composite   tensors made of tensors, such as quantised states
-    ties        parameters that show the same memory, which become one
-    meta        parameters without memory: given some, awaited, or dropped
+    ties        parameters that share memory, which become one parameter
+    meta        parameters without memory: on the meta device, or dropped after training
 
 Begin with `buffer`, then `guarded`.
 """

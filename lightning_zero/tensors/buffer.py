@@ -1,4 +1,4 @@
-"""One flat tensor, its n-D views, and the freeing of its memory under autograd's eyes."""
+"""A flat tensor with n-D views, whose memory is freed while autograd keeps the views."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from lightning_zero.tensors.freed import free, refill
 
 __all__ = ["FlatBuffer", "ScratchPool", "is_flat_buffer_view", "views_of", "promoted_dtype"]
 
-_MARK = "_is_flat_buffer"  # on a storage, whose Python object lives as long as itself
+_MARK = "_is_flat_buffer"  # set on the storage's Python object, which lives as long as the storage
 
 
 class FlatBuffer:
-    """The whole flat space of a bucket in one dtype, with one view for each parameter.
+    """Unsharded flat buffer of a bucket in one dtype, with one view for each parameter.
 
     [Note: Freeing under autograd] Operations save views of a parameter for backward (a linear layer
-    saves `weight.t()`), and those hold the storage object, not the parameter. So the storage object
-    lives as long as a graph may hold it; `free` takes its memory and `allocate` gives the same
-    object memory again, and a view saved in forward sees the values gathered for backward. Version
-    counters do not move, for the values are the same.
+    saves `weight.t()`). These views hold the storage object, not the parameter. So the storage
+    object lives as long as a graph may hold it: `free` takes its memory, `allocate` gives the same
+    object new memory, and a view saved in forward sees the values gathered for backward. Version
+    counters do not change, because the values are the same.
 
     [Note: Memory that others hold] Users take views too: `p.detach()`, the values of
-    `state_dict()`. Where new values are put in the place of all old ones, and where the memory is
-    freed for good, what others hold is left to them, with its values: the buffer goes on in a new
-    storage (`replace_memory`). `num_holders` counts; it cannot tell a user's view from a saved one.
+    `state_dict()`. Before all values are replaced, or the memory is freed permanently, the buffer
+    moves to a new storage (`replace_memory`), and the views of users keep the old memory with its
+    values. `num_holders` counts such views. It cannot distinguish a user's view from a saved one.
 
     Attributes:
-        layout: The flat space.
-        tensor: 1-D, `layout.numel`.
-        is_allocated: The storage has memory of its own.
+        layout: Layout of the flat buffer.
+        tensor: Flat buffer: 1-D, `layout.numel`.
+        is_allocated: Whether the storage has memory of its own.
         views: One n-D view for each slot, in order.
     """
 
@@ -46,14 +46,14 @@ class FlatBuffer:
         *,
         memory: Tensor | None = None,
     ) -> None:
-        """Makes a buffer of zeros, or lays one over `memory`, of which only padding is zeroed."""
+        """Creates a buffer of zeros, or one over `memory`, whose padding alone is zeroed."""
         self.layout = layout
         if memory is None:
             memory = torch.zeros(layout.numel, dtype=dtype, device=device)
         self.is_allocated = True
-        self._lay_over(memory)
+        self._create_views(memory)
 
-    def _lay_over(self, memory: Tensor) -> None:
+    def _create_views(self, memory: Tensor) -> None:
         self.tensor: Tensor = memory
         self.views: list[Tensor] = [
             memory[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots
@@ -61,7 +61,7 @@ class FlatBuffer:
         self._gaps = [memory[gap.start : gap.stop] for gap in self.layout.gaps]
         self._zero_gaps()
         self._nbytes = memory.untyped_storage().nbytes()
-        self._spare: UntypedStorage | None = None  # what the storage is exchanged with, while freed
+        self._spare: UntypedStorage | None = None  # swapped with the storage while that is freed
         setattr(memory.untyped_storage(), _MARK, True)
 
     @property
@@ -69,7 +69,7 @@ class FlatBuffer:
         return self._nbytes if self.is_allocated else 0
 
     def allocate(self) -> None:
-        """Gives the storage its memory back, uninitialised but for zero padding."""
+        """Allocates memory for the storage again, uninitialised except for zero padding."""
         if self.is_allocated:
             return
         refill(self.tensor.untyped_storage(), self._nbytes, self._spare)
@@ -79,8 +79,8 @@ class FlatBuffer:
     def free(self) -> None:
         """Frees the memory under the views, which are unusable until the next `allocate`.
 
-        See [Note: Reads of freed memory]. Memory that NumPy has a view of stays: torch marks its
-        storage for good.
+        See [Note: Reads of freed memory]. Memory with a NumPy view is kept: torch makes its storage
+        permanently non-resizable.
         """
         storage = self.tensor.untyped_storage()
         if self.is_allocated and storage.resizable():
@@ -88,30 +88,31 @@ class FlatBuffer:
             self.is_allocated = False
 
     def num_holders(self, num_known: int) -> int:
-        """How many tensors show this memory, besides the buffer's own and `num_known` others."""
+        """Number of tensors on this memory besides the buffer's own and `num_known` others."""
         storage = self.tensor.untyped_storage()
-        own = 1 + len(self.views) + len(self._gaps) + 1  # and `storage`
+        own = 1 + len(self.views) + len(self._gaps) + 1  # the last one is `storage`
         num_users: int = torch._C._storage_Use_Count(storage._cdata)
         return num_users - own - num_known
 
     def replace_memory(self, *, copies: bool) -> None:
-        """Leaves the memory to those who hold it; the buffer goes on in new memory.
+        """Moves the buffer to new memory; views that users hold keep the old memory.
 
-        `copies`: with the same values; else uninitialised but for zero padding.
+        Args:
+            copies: Copy the values; else the memory is uninitialised except for zero padding.
         """
         old = self.tensor
         self.is_allocated = True
-        self._lay_over(torch.empty_like(old))
+        self._create_views(torch.empty_like(old))
         if copies:
             self.tensor.copy_(old)
 
     def shard(self, rank: int) -> Tensor:
-        """The 1-D part that `rank` owns, a view."""
-        part = self.layout.shard(rank)
-        return self.tensor[part.start : part.stop]
+        """Shard of `rank`, a 1-D view."""
+        owned = self.layout.shard(rank)
+        return self.tensor[owned.start : owned.stop]
 
     def _zero_gaps(self) -> None:
-        # Padding must be zero wherever somebody sums over a whole buffer.
+        # Sums over the full buffer (norms, reductions) include the padding.
         for gap in self._gaps:
             gap.zero_()
 
@@ -122,13 +123,13 @@ def is_flat_buffer_view(tensor: Tensor) -> bool:
 
 
 def views_of(tensor: Tensor) -> list[tuple[Tensor, int]]:
-    """All tensors of this process on the storage of `tensor`, with the elements before them.
+    """All Python tensors on the storage of `tensor`, each with its offset in elements.
 
-    Those that Python knows. Looks at all of its objects, which takes a moment.
+    Searches all objects of the garbage collector, which is slow.
     """
     storage = tensor.untyped_storage()._cdata
     found = []
-    with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be made whole
+    with torch._C.DisableTorchFunctionSubclass():  # else guarded parameters would be unsharded
         for one in gc.get_objects():
             if not issubclass(type(one), Tensor):
                 continue
@@ -137,18 +138,20 @@ def views_of(tensor: Tensor) -> list[tuple[Tensor, int]]:
                     offset = Tensor.storage_offset(one) * Tensor.element_size(one)
                     found.append((one, offset // tensor.element_size()))
             except (RuntimeError, NotImplementedError):
-                continue  # without a storage
+                continue  # no storage
     return found
 
 
 class ScratchPool:
-    """Flat tensors for the time of a reduction, kept for the next one until `clear`.
+    """Pool of flat buffers for reductions; buffers are reused until `clear`.
 
-    On CPU, memory that was just allocated costs a page fault for every 4 KiB at its first touch,
-    about as much as the reduction's own work on it. On a device the caching allocator does all of
-    this.
+    On CPU, the first touch of newly allocated memory costs a page fault for every 4 KiB, about as
+    much time as the reduction itself. On a device the caching allocator reuses memory.
 
-    `allocate` makes new memory of so many elements, 1-D; None: torch does.
+    Args:
+        device: Device of the buffers.
+        allocate: Returns a new 1-D tensor of so many elements of a dtype; None: `torch.empty`.
+        max_kept: Maximum number of unused buffers that are kept, on CPU; 0 on other devices.
     """
 
     def __init__(
@@ -161,10 +164,10 @@ class ScratchPool:
         self._max_kept = max_kept if device.type == "cpu" else 0
         self._device = device
         self._allocate = allocate or self._empty
-        self._spare: list[Tensor] = []  # 1-D, each the owner of its storage
+        self._spare: list[Tensor] = []  # unused buffers: 1-D, one storage each
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` elements, uninitialised; `release` it back."""
+        """Returns an uninitialised 1-D tensor of `numel` elements, until `release`."""
         nbytes = numel * dtype.itemsize
         fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
         if not fitting:
@@ -174,6 +177,7 @@ class ScratchPool:
         return self._empty(0, dtype).set_(chosen.untyped_storage(), 0, (numel,), (1,))
 
     def release(self, tensor: Tensor) -> None:
+        """Returns a tensor of `acquire` to the pool."""
         if len(self._spare) < self._max_kept:
             self._spare.append(tensor)
 
@@ -185,7 +189,7 @@ class ScratchPool:
 
 
 def promoted_dtype(dtype: torch.dtype, others: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype that holds all of them exactly."""
+    """Promotes `dtype` with all `others`, so that it represents every value exactly."""
     for other in others:
         dtype = torch.promote_types(dtype, other)
     return dtype

@@ -1,8 +1,8 @@
 """Tensors made of tensors, such as the quantised states of torchao's optimizers.
 
-Such a tensor has codes, scales and the like inside, which torch's protocol for tensor subclasses
-(`__tensor_flatten__`) tells. Copying one into a plain tensor would dequantise it, so whoever moves,
-counts or stores states looks at what is inside.
+Such a tensor holds codes, scales and other inner tensors, which torch's protocol for wrapper
+subclasses (`__tensor_flatten__`) lists. Copying it into a plain tensor would dequantise it, so code
+that moves, counts or stores optimizer states works on the inner tensors.
 """
 
 from __future__ import annotations
@@ -22,51 +22,52 @@ __all__ = [
     "flatten_composites",
 ]
 
-_HOW = "__tensor__"  # beside the parts: class, context, shape and strides
+_SPEC_KEY = "__tensor__"  # next to the inner tensors: class, context, shape and strides
 
 _T = TypeVar("_T")
 
 
 def is_composite(value: object) -> bool:
+    """Whether `value` is a tensor made of tensors (a traceable wrapper subclass)."""
     return isinstance(value, Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def flatten_composites(tree: Any) -> Any:
-    """The same tree with a dict of plain tensors in the place of every tensor made of tensors."""
-    return tree_map(_parts_of, tree)
+    """Replaces every composite tensor of a tree by a dict of its plain inner tensors."""
+    return tree_map(_flattened, tree)
 
 
 def unflatten_composites(tree: Any) -> Any:
     """The inverse of `flatten_composites`."""
-    return tree_map(_whole_of, tree, is_leaf=_is_taken_apart)
+    return tree_map(_unflattened, tree, is_leaf=_is_flattened)
 
 
 def plain_tensors(tree: Any) -> list[Tensor]:
-    """All plain tensors in a tree, and in its tensors made of tensors."""
+    """All plain tensors of a tree, including those inside composite tensors."""
     return [leaf for leaf in tree_leaves(flatten_composites(tree)) if isinstance(leaf, Tensor)]
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: _T) -> _T:
-    """The same tree with `function` applied to every plain tensor, also inside of others."""
+    """Applies `function` to every plain tensor of a tree, including those inside composites."""
     mapped: _T = unflatten_composites(tree_map_only(Tensor, function, flatten_composites(tree)))
     return mapped
 
 
-def _parts_of(value: Any) -> Any:
+def _flattened(value: Any) -> Any:
     if not is_composite(value):
         return value
     names, context = value.__tensor_flatten__()
-    how = (type(value), context, value.size(), value.stride())
-    return {**{name: _parts_of(getattr(value, name)) for name in names}, _HOW: how}
+    spec = (type(value), context, value.size(), value.stride())
+    return {**{name: _flattened(getattr(value, name)) for name in names}, _SPEC_KEY: spec}
 
 
-def _is_taken_apart(value: object) -> bool:
-    return isinstance(value, dict) and _HOW in value
+def _is_flattened(value: object) -> bool:
+    return isinstance(value, dict) and _SPEC_KEY in value
 
 
-def _whole_of(value: Any) -> Any:
-    if not _is_taken_apart(value):
+def _unflattened(value: Any) -> Any:
+    if not _is_flattened(value):
         return value
-    kind, context, size, stride = value[_HOW]
-    parts = {name: _whole_of(part) for name, part in value.items() if name != _HOW}
-    return kind.__tensor_unflatten__(parts, context, size, stride)
+    kind, context, size, stride = value[_SPEC_KEY]
+    inner = {name: _unflattened(part) for name, part in value.items() if name != _SPEC_KEY}
+    return kind.__tensor_unflatten__(inner, context, size, stride)

@@ -1,15 +1,16 @@
-"""What a view of freed memory shows: NaN or an error, never a crash.
+"""Makes reads of freed memory return NaN or raise, instead of crashing the process.
 
-[Note: Reads of freed memory] A freed buffer keeps its storage object, for autograd's saved views
-have it. A kernel does not look whether a storage has memory: reading a view of an emptied one ends
-the process. So a freed storage stays readable or raises:
+[Note: Reads of freed memory] A freed buffer keeps its storage object, because views saved by
+autograd hold it. A kernel does not check whether a storage has memory: reading a view of an empty
+storage crashes the process. So a freed storage stays readable or raises:
 
-    CPU     Its memory is exchanged for a mapping that costs none: one small file of 0xFF bytes,
-            mapped again and again, which is NaN in every floating dtype. Writes, NumPy arrays,
-            `data_ptr` and `torch.save` are errors of torch.
-    CUDA    Every access raises, with the text that is given here.
+    CPU     Its memory is swapped for a mapping without memory of its own: one small file of 0xFF
+            bytes, mapped repeatedly, which is NaN in every floating dtype. Writes, NumPy arrays,
+            `data_ptr` and `torch.save` raise errors of torch.
+    CUDA    Every access raises `_TEXT`.
 
-Where torch or the system lacks what this needs, the storage is emptied, as FSDP2 does.
+Without the functions of torch or the system that this needs, the storage is resized to 0, as in
+FSDP2.
 """
 
 from __future__ import annotations
@@ -27,17 +28,22 @@ from torch import UntypedStorage
 __all__ = ["free", "refill"]
 
 _TEXT = (
-    "this tensor is a view of a parameter that is sharded at this moment: its memory is freed until"
-    " the next use of its module. Take a copy where you take it: tensor.detach().clone()."
+    "this tensor is a view of a parameter that is currently sharded: its memory is freed until the "
+    "next use of its module. Copy the values when you take the view: tensor.detach().clone()."
 )
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # values on Linux
 _MIN_FILE_BYTES, _MAX_MAPPINGS = 2**20, 1024
 
 
 def free(storage: Any, spare: Any) -> Any:
-    """Gives the memory of `storage` back; its views are unusable until `refill`.
+    """Frees the memory of `storage`; its views are unusable until `refill`.
 
-    Returns what `refill`, and the next call, are given as `spare`: a storage; None at first.
+    Args:
+        storage: The storage to free.
+        spare: Result of the previous call for this storage; None in the first call.
+
+    Returns:
+        The argument `spare` of `refill` and of the next call: a storage, or None.
     """
     if spare is None and storage.device.type == "cpu":
         spare = _sentinel(storage.nbytes())
@@ -52,7 +58,7 @@ def free(storage: Any, spare: Any) -> Any:
 
 
 def refill(storage: Any, nbytes: int, spare: Any) -> None:
-    """Gives `storage` memory again, uninitialised."""
+    """Allocates uninitialised memory for a freed `storage`."""
     if spare is not None:
         spare.resize_(nbytes)
         storage._swap_data_ptr_(spare)
@@ -63,13 +69,13 @@ def refill(storage: Any, nbytes: int, spare: Any) -> None:
 
 
 def _can_raise() -> bool:
-    """This build of torch can make a storage raise where it is used, and undo that."""
+    """Whether this build of torch can make accesses to a storage raise, and undo that."""
     names = "_set_storage_data_ptr_access_error_msg", "_clear_storage_data_ptr_access_error_msg"
     return all(hasattr(torch._C, name) for name in names)
 
 
 def _sentinel(nbytes: int) -> Any:
-    """A storage of NaN without memory of its own; None where the system has none."""
+    """A storage that reads as NaN and has no memory of its own; None if not supported."""
     if not hasattr(UntypedStorage, "_swap_data_ptr_") or not nbytes:
         return None
     address = _mapping(1 << (nbytes - 1).bit_length())
@@ -77,14 +83,17 @@ def _sentinel(nbytes: int) -> Any:
         return None
     device = torch.device("cpu")
     storage: Any = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    shown = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
-    torch._C._set_throw_on_mutable_data_ptr(shown)
+    view = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+    torch._C._set_throw_on_mutable_data_ptr(view)
     return storage
 
 
 @cache
 def _mapping(nbytes: int) -> int | None:
-    """The address of `nbytes` bytes of 0xFF, for good; the pages of one file in turn."""
+    """Address of `nbytes` bytes of 0xFF: the pages of one file, mapped repeatedly, never unmapped.
+
+    None if the system does not support it.
+    """
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None, use_errno=True)
@@ -97,11 +106,11 @@ def _mapping(nbytes: int) -> int | None:
     try:
         with open(file, "wb", closefd=False) as writer:
             writer.write(b"\xff" * file_bytes)
-        whole = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        start = libc.mmap(None, nbytes, 0, whole, -1, 0)
+        reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        start = libc.mmap(None, nbytes, 0, reserved, -1, 0)
         if start == failed:
             return None
-        access = mmap.PROT_READ | mmap.PROT_WRITE  # what is written is private, and lost
+        access = mmap.PROT_READ | mmap.PROT_WRITE  # writes are private to the process, and lost
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         for offset in range(0, nbytes, file_bytes):
             if libc.mmap(start + offset, file_bytes, access, flags, file, 0) == failed:

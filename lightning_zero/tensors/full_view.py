@@ -1,12 +1,12 @@
-"""All elements of a tensor that rests as a shard, gathered, to be looked at or written to.
+"""Gathered values of a sharded tensor, to be read and written.
 
 [Note: Full views] `p[0]`, `p.t()` and the entries of `state_dict()` are views of a parameter's
-memory in torch, and users write through them: an average of weights is kept in this way. Between
-steps there is no such memory; a view is one of gathered values, a `FullTensorView`. What is
-written to it in place is written to the shard as well. Collective: every rank must write the
-same. What is computed from it is a plain tensor. Once the parameter has changed otherwise, by a
-step say, the values are of the past: to use them then is an error,
-where torch would show the new ones.
+memory in torch, and users write through them, for example to average weights. A sharded parameter
+has no such memory between steps. A view of it is a `FullTensorView` of gathered values. In-place
+writes to it are written back to the shard; they are collective, and every rank must write the same
+values. Results computed from it are plain tensors. After the parameter has changed in another way,
+for example by an optimizer step, the values are outdated and using them is an error. (In plain
+torch, such a view would show the new values.)
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ __all__ = ["FullTensorView", "ShardedOrigin", "is_writing"]
 
 
 class ShardedOrigin(Protocol):
-    """Whose values are shown: a tensor that rests as a shard."""
+    """The sharded tensor of which a `FullTensorView` has the values."""
 
     @property
     def name(self) -> str:
-        """Such as "p.data of parameter head.weight"."""
+        """Name for errors, such as "p.data of parameter head.weight"."""
 
     @property
     def version(self) -> int:
-        """Counts the changes of the values."""
+        """Number of changes of the values so far."""
 
     def write_back(self, values: Tensor) -> None:
-        """Takes this rank's elements of `values`, n-D and plain."""
+        """Writes this rank's elements of `values`, n-D and plain, to the shard."""
 
 
 @dataclass
 class _Source:
-    """What all views of one gathered tensor share."""
+    """State shared by all views of one gathered tensor."""
 
     origin: ShardedOrigin
-    values: Tensor  # all of them, plain
-    version: int
-    # Makes a backward through what is computed an error; None: no gradient is wanted.
+    values: Tensor  # full, plain
+    version: int  # of `origin` when the values were gathered or written back
+    # Makes a backward through a result raise; None: no gradient is required.
     track: Callable[[Tensor], Tensor] | None = None
 
     def check(self) -> None:
         if self.origin.version != self.version:
             raise RuntimeError(
-                f"these values of {self.origin.name} were gathered before it was changed, by an "
-                "optimizer step or a write: a copy between steps does not follow it. Take them "
-                "anew, or keep what you want to keep at once: values.clone(), or "
+                f"these values of {self.origin.name} are outdated: an optimizer step or a write "
+                "has changed it since they were gathered. Gather them again, or copy the values "
+                "that you want to keep before the change: values.clone(), or "
                 "copy.deepcopy(module.state_dict())."
             )
 
     def write_back(self) -> None:
         if self.track is not None:
             raise RuntimeError(
-                f"{self.origin.name} requires a gradient, and a view of it is changed in place: do "
-                "so under torch.no_grad()."
+                f"{self.origin.name} requires a gradient, and a view of it was changed in place; "
+                "change it under torch.no_grad()."
             )
         self.origin.write_back(self.values)
         self.version = self.origin.version
 
 
 class FullTensorView(Tensor):
-    """See [Note: Full views]."""
+    """View of the gathered values of a sharded tensor. See [Note: Full views]."""
 
     _source: _Source
 
     @staticmethod
     def of(values: Tensor, origin: ShardedOrigin) -> FullTensorView:
-        """`values`, plain and new, as the full values of `origin`; memory is shared."""
+        """Wraps new plain `values`, the full values of `origin`; memory is shared."""
         return FullTensorView._view(values, _Source(origin, values, origin.version))
 
     @staticmethod
@@ -112,7 +112,7 @@ class FullTensorView(Tensor):
         for source in {id(one._source): one._source for one in written}.values():
             source.write_back()
         if func in _ARRAYS:
-            result.flags.writeable = False  # what is written to it would reach no shard
+            result.flags.writeable = False  # writes to it could not be written back
             return result
         tracks = [one.track for one in memory.values() if one.track is not None]
         track = tracks[0] if tracks and torch.is_grad_enabled() and func not in _DETACHING else None
@@ -130,7 +130,7 @@ class FullTensorView(Tensor):
         return tree_map(as_given, result)
 
     def tracked(self, track: Callable[[Tensor], Tensor]) -> FullTensorView:
-        """The same, of what requires a gradient; see `_Source`."""
+        """The same view, for an origin that requires a gradient; `track`: see `_Source`."""
         return FullTensorView._view(self._plain(), replace(self._source, track=track))
 
     def _plain(self) -> Tensor:
@@ -162,7 +162,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def is_writing(name: str) -> bool:
-    """By torch's convention a trailing underscore, or an in-place operator, means writing."""
+    """Whether a function writes in place: by torch's convention, `name_` and `__iadd__`."""
     if name == "__setitem__":
         return True
     is_operator = name.startswith("__i") and name.endswith("__") and name not in _NO_OPERATORS
@@ -179,7 +179,7 @@ def _written(
 _NO_OPERATORS = {"__init__", "__invert__", "__index__", "__int__"}
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 _DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-# Answered whatever has become of the values.
+# Allowed for outdated values, too.
 _METADATA = {
     *(
         getattr(Tensor, name).__get__

@@ -1,23 +1,22 @@
-"""A parameter that is not whole at this moment, and knows how to be used all the same.
+"""Sharded parameters, which are unsharded when they are used.
 
-[Note: Guarded parameters] The parameter object never changes, its class does: while its values are
-not at hand on this rank (they rest as a shard, or their gather is under way) the class is
-`GuardedParameter`, and any torch function applied to it first calls the guard, which makes the
-values whole. While they are whole the class is a subclass of the parameter's own one that torch
-treats as plain (`plain_class_of`), so the module computes at full speed and sees nothing of this; a
-graph of torch.compile is not cut. A parameter read outside its module's forward (`self.w @ x`, a
-penalty over `self.parameters()`) thus gives the right value and gradient, or an error that names
-it, never a part. Metadata (shape, dtype, numel) is answered for the whole parameter without
-touching it. Between steps, where a use makes nothing whole, it takes what its `.data` takes
-(sharded.py), unless it is to be trained through.
+[Note: Guarded parameters] The parameter object never changes, but its class does. While the
+parameter is sharded, or its all-gather is in progress, the class is `GuardedParameter`: every torch
+function applied to it first calls the guard, which unshards the parameter. While it is unsharded,
+the class is a subclass of its original class that torch treats as plain (`plain_class_of`), so the
+module computes at full speed and torch.compile does not break the graph. A parameter used outside
+its module's forward (`self.w @ x`, a penalty over `self.parameters()`) thus gives the correct value
+and gradient, or an error with its name, but never a shard. Metadata (shape, dtype, numel) is that
+of the unsharded parameter and needs no communication. Between steps, a use does not unshard the
+parameter: it acts on the sharded `.data` (sharded.py), unless autograd has to record it.
 
-[Note: `.data` has no version] Writes to `parameter` or `parameter.detach()` count up a version;
-`parameter.data` begins a count of its own, and what is assigned to it may be a part of a tensor. So
-the plain class has a `data` of its own, which tells the holder first.
+[Note: `.data` has no version] Writes to `parameter` or `parameter.detach()` increment its version
+counter. `parameter.data` has its own counter, and the tensor assigned to it may be sharded. So the
+plain class has its own `data` property, which first calls the holder.
 
-[Note: Plain copies] `copy.deepcopy` and `pickle` ask an object for its methods, and those that a
-held parameter has itself hide those of its class: a copy is an ordinary parameter in its own dtype
-and class. What the engine hangs on modules is left out likewise (core/hooks.py).
+[Note: Plain copies] `copy.deepcopy` and `pickle` look up their methods on the object first. A
+parameter of an engine has its own, so that its copy is an ordinary parameter in its original dtype
+and class. Attributes that the engine sets on modules are excluded from copies, too (core/hooks.py).
 """
 
 from __future__ import annotations
@@ -58,57 +57,67 @@ _OURS = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
 
 
 class BetweenStepsError(RuntimeError):
-    """Values are asked for outside a step, where ranks do not act in lockstep."""
+    """Values were requested outside a step, where ranks do not run the same operations."""
 
 
 class ParameterHolder(Protocol):
-    """Who has the values of a parameter: a bucket, mostly.
+    """Object that has the values of a parameter, usually a bucket.
 
-    Others are a bucket of an average, a piece of a module that is being built, and what has the
-    place of a bucket when its values have been dropped.
+    Other holders: a bucket of an average, a part of a module that is being built, and the
+    placeholder for a dropped parameter.
     """
 
     @property
     def device(self) -> torch.device:
-        """Where the parameter is when it is whole."""
+        """Device of the parameter while it is unsharded."""
 
     def sharded_data(self, index: int) -> Tensor:
-        """What `parameter.data` is of slot `index`."""
+        """`parameter.data` of slot `index` while it is sharded."""
 
     def wait_for_update(self) -> None:
-        """Before `parameter.data` is set: it is at rest then, or whole and plain."""
+        """Waits, before `parameter.data` is set, until it is sharded, or unsharded and plain."""
 
     def assign_data(self, index: int, values: Tensor) -> None:
-        """`parameter.data = values` of slot `index`, at rest."""
+        """`parameter.data = values` of slot `index` while it is sharded."""
 
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
-        """A parameter of its own like slot `index`, unguarded. Collective where it is at rest."""
+        """Returns a plain copy of slot `index`. Collective if it is sharded."""
 
     def equals(self, one: Tensor, other: Tensor) -> bool:
-        """`torch.equal` between steps, of which at least `one` is at rest. Collective."""
+        """`torch.equal` between steps; at least `one` is sharded. Collective."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a parameter knows of its bucket."""
+    """Link of a parameter to its bucket.
 
-    name: str  # qualified
-    shape: torch.Size  # of the whole parameter, as dtype
+    Attributes:
+        name: Qualified name of the parameter.
+        shape: Shape of the unsharded parameter.
+        dtype: Dtype of the unsharded parameter.
+        own_class: Class of the parameter while it is not guarded.
+        bucket: Holder of the values.
+        index: Slot of the parameter in the bucket.
+        ensure_unsharded: Called with the name before the values are used.
+        set_grad: Called with the slot and the new `.grad`; None: torch sets `.grad`.
+        on_data_read: Called with the slot before the `.data` of a plain parameter is returned.
+    """
+
+    name: str
+    shape: torch.Size
     dtype: torch.dtype
-    own_class: type[nn.Parameter]  # while it is not guarded
+    own_class: type[nn.Parameter]
     bucket: ParameterHolder
-    index: int  # its slot there
-    ensure_unsharded: Callable[[str], None]  # called with the name before the values are used
-    # Called with the slot and what is set as `.grad`; None: torch sets it.
+    index: int
+    ensure_unsharded: Callable[[str], None]
     set_grad: Callable[[int, Tensor], None] | None = None
-    # Called with the slot before the `.data` of a plain parameter is handed out.
     on_data_read: Callable[[int], None] | None = None
 
-    # As methods of the parameter itself; see [Note: Plain copies].
+    # Set as methods of the parameter object; see [Note: Plain copies].
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
         plain = self.bucket.copy_plain(self.index, is_for_file=False)
-        copied: nn.Parameter = copy.deepcopy(plain)  # of its class, which may have its own way
+        copied: nn.Parameter = copy.deepcopy(plain)  # its class may define __deepcopy__
         return copied
 
     def reduce_ex(self, protocol: Any) -> Any:
@@ -117,7 +126,10 @@ class Placement:
 
 
 class GuardedParameter(nn.Parameter):
-    """The class of a parameter whose values are not at hand. See [Note: Guarded parameters]."""
+    """Class of a parameter while it is sharded or being all-gathered.
+
+    See [Note: Guarded parameters].
+    """
 
     @classmethod
     def __torch_function__(
@@ -139,7 +151,7 @@ class GuardedParameter(nn.Parameter):
             placement = placement_of(args[0])
             placement.bucket.wait_for_update()
             target: Any = args[0]
-            if isinstance(target, GuardedParameter):  # it rests as a shard
+            if isinstance(target, GuardedParameter):  # it is sharded
                 return placement.bucket.assign_data(placement.index, args[1])
             target.data = args[1]
             return None
@@ -148,7 +160,7 @@ class GuardedParameter(nn.Parameter):
             if placement.set_grad is not None and args[1] is not None:
                 return placement.set_grad(placement.index, args[1])
         elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
-            return args[0].to(*_kind_of(args[1:]), **kwargs)
+            return args[0].to(*_resolve_like(args[1:]), **kwargs)
         elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
             return _SHAPED_AS[func](args[0], args[1].shape)
         elif func in (torch.equal, Tensor.equal):
@@ -157,22 +169,22 @@ class GuardedParameter(nn.Parameter):
             return _backward(*args, **kwargs)
         elif func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
-                return _beside_sharded(func, args, kwargs)
+                return _call_on_shards(func, args, kwargs)
             try:
                 for parameter in _guarded_in((args, kwargs)):
-                    if isinstance(parameter, GuardedParameter):  # not made whole with its neighbour
+                    if isinstance(parameter, GuardedParameter):  # else unsharded with the last one
                         _ensure_unsharded(placement_of(parameter))
             except BetweenStepsError:
-                if _wants_graph(func, args, kwargs):
+                if _needs_autograd(func, args, kwargs):
                     raise
-                return _beside_sharded(func, args, kwargs)
+                return _call_on_shards(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
-        return f"Parameter {placement.name} of shape {tuple(placement.shape)}, not gathered"
+        return f"Parameter {placement.name} of shape {tuple(placement.shape)}, sharded"
 
 
 @torch.compiler.disable
@@ -181,19 +193,19 @@ def _ensure_unsharded(placement: Placement) -> None:
 
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """What a user has written on `parameter`, such as flags that an optimizer reads."""
+    """Attributes that a user has set on `parameter`, such as flags for an optimizer."""
     return {key: value for key, value in parameter.__dict__.items() if key not in _OURS}
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on, uses of `parameters` go through their guards."""
+    """Makes `parameters` guarded ones, so that every use calls their guards."""
     for parameter in parameters:
         parameter.__class__ = _guarded_class_of(parameter.__dict__[_ATTRIBUTE].own_class)
 
 
 @cache
 def _guarded_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    """A guarded class that is the parameter's own one as well: `isinstance` stays what it is."""
+    """A guarded subclass of the parameter's original class, for which `isinstance` still holds."""
     if own_class is nn.Parameter:
         return GuardedParameter
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
@@ -205,15 +217,15 @@ def _guarded_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def set_plain_data(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]) -> None:
-    """Makes the parameters of a bucket ordinary ones, whose `.data` are `targets`."""
+    """Makes the parameters of a bucket plain ones, whose `.data` are `targets`."""
     for parameter, target in zip(parameters, targets, strict=True):
-        # First: what is put into a guarded one is taken for new values.
+        # The class first: assigning `.data` of a guarded parameter means new values.
         parameter.__class__ = plain_class_of(parameter.__dict__[_ATTRIBUTE].own_class)
         _SET_DATA(parameter, target)
 
 
 def data_of(parameter: Tensor) -> Tensor:
-    """`parameter.data` as torch has it, also of a guarded one; for the engine alone."""
+    """`parameter.data` of torch, also of a guarded parameter. Only for the engine."""
     with torch._C.DisableTorchFunctionSubclass():
         data: Tensor = _GET_DATA(parameter)
     return data
@@ -221,7 +233,7 @@ def data_of(parameter: Tensor) -> Tensor:
 
 @cache
 def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class of a parameter whose values are at hand. See [Note: `.data` has no version]."""
+    """Class of an unsharded parameter. See [Note: `.data` has no version]."""
 
     def get(self: nn.Parameter) -> Tensor:
         placement = self.__dict__.get(_ATTRIBUTE)
@@ -234,7 +246,7 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
         if isinstance(values, GuardedParameter):
             values = values.data
         if isinstance(values, ShardedTensor):
-            values = values.full_tensor()  # collective, as every use of one is
+            values = values.full_tensor()  # collective, as are all uses of a sharded tensor
         _SET_DATA(self, values)
 
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
@@ -243,22 +255,22 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 def unguard(parameter: nn.Parameter) -> None:
-    """`parameter` is an ordinary parameter again."""
+    """Makes `parameter` an ordinary parameter again."""
     placement = parameter.__dict__.get(_ATTRIBUTE)
     parameter.__class__ = nn.Parameter if placement is None else placement.own_class
 
 
 def placement_of(parameter: Tensor) -> Placement:
-    """Where an engine keeps `parameter`.
+    """Placement of `parameter` in a bucket.
 
     Raises:
-        ValueError: No engine holds it.
+        ValueError: `parameter` belongs to no engine.
     """
     placement = parameter.__dict__.get(_ATTRIBUTE)
     if placement is None:
         raise ValueError(
-            f"a parameter of shape {tuple(parameter.shape)} is not held by an engine at this "
-            "moment; call this between setup and teardown, with a parameter of the trained module."
+            f"a parameter of shape {tuple(parameter.shape)} does not belong to an engine; call "
+            "this between setup and teardown, with a parameter of the trained module."
         )
     assert isinstance(placement, Placement)
     return placement
@@ -266,7 +278,7 @@ def placement_of(parameter: Tensor) -> Placement:
 
 @contextmanager
 def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, those that are guarded are plain: for code that moves modules, and reads no value."""
+    """Inside, guarded parameters are plain, for code that moves modules but reads no values."""
     guarded = [p for p in parameters if isinstance(p, GuardedParameter)]
     for parameter in guarded:
         unguard(parameter)
@@ -277,6 +289,7 @@ def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
+    """Links `parameter` to a bucket; None removes the link."""
     for key in _OURS:
         parameter.__dict__.pop(key, None)
     if placement is not None:
@@ -286,13 +299,14 @@ def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
 
 
 def has_placement(parameter: Tensor) -> bool:
+    """Whether `parameter` belongs to an engine."""
     return _ATTRIBUTE in parameter.__dict__
 
 
 def has_unmanaged_parameters(module: nn.Module) -> bool:
-    """Whether `module` has a trainable parameter that no engine holds.
+    """Whether `module` has a trainable parameter that belongs to no engine.
 
-    As `module.named_parameters()` would tell, at a tenth of its cost: this is asked in every step.
+    Called in every step; ten times faster than iterating over `module.named_parameters()`.
     """
     seen: set[nn.Module] = set()
     stack: list[nn.Module | None] = [module]
@@ -311,7 +325,7 @@ def has_unmanaged_parameters(module: nn.Module) -> bool:
 
 
 def _equal(input: Tensor, other: Tensor) -> bool:
-    """`torch.equal`, which between steps asks the other ranks only where it must."""
+    """`torch.equal`, which communicates between steps only if it has to."""
     one = input
     if one is other:
         return True
@@ -340,8 +354,8 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     torch.autograd.backward(tensors, **kwargs, inputs=inputs)
 
 
-def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What `tensor.to(*given)` asks for, where that is to be like a guarded parameter."""
+def _resolve_like(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of `tensor.to(*given)` with device and dtype in place of a guarded parameter."""
     like, *rest = given
     if not isinstance(like, GuardedParameter):
         return given
@@ -349,18 +363,18 @@ def _kind_of(given: tuple[Any, ...]) -> tuple[Any, ...]:
     return placement.bucket.device, placement.dtype, *rest
 
 
-def _wants_graph(
+def _needs_autograd(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether `func`, between steps, is to be trained through, and not a look at parameters.
+    """Whether autograd has to record `func` between steps.
 
-    What is made of parameters alone, a norm say, is a look: its backward is an error. A write in
-    autograd's sight is none in torch either.
+    Results of parameters alone, such as a norm, are not recorded: their backward raises. Writes
+    with gradients enabled are recorded, so they raise, as in torch.
     """
     if func in _DETACHING or not torch.is_grad_enabled():
         return False
     if getattr(func, "__module__", "") == nn.init.__name__:
-        return False  # it writes under no_grad
+        return False  # torch.nn.init writes under no_grad
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     if not any(tensor.requires_grad for tensor in tensors):
         return False
@@ -372,18 +386,18 @@ def _wants_graph(
     return any(is_one and tensor.dim() for is_one, tensor in zip(is_other, tensors, strict=True))
 
 
-def _beside_sharded(
+def _call_on_shards(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs `func` on this rank's parts of parameters, such as `p.grad` with `p`."""
+    """Calls `func` with sharded parameters replaced by their sharded `.data`."""
     given: list[tuple[Tensor, nn.Parameter]] = []
 
-    def part(value: Any) -> Any:
+    def shard(value: Any) -> Any:
         if not _guarded_in(value):
             return value
         placement = placement_of(value)
         data = placement.bucket.sharded_data(placement.index)
-        if not _guarded_in(value):  # its gather was under way, and is over
+        if not _guarded_in(value):  # its all-gather was in progress, and has ended
             return value
         if not isinstance(data, ShardedTensor):
             _ensure_unsharded(placement)
@@ -392,7 +406,7 @@ def _beside_sharded(
         given.append((data, value))
         return data
 
-    args, kwargs = tree_map(part, (args, dict(kwargs)))
+    args, kwargs = tree_map(shard, (args, dict(kwargs)))
     result = func(*args, **kwargs)
     return next((value for data, value in given if data is result), result)
 
@@ -419,7 +433,7 @@ def _index_of(device: torch.device) -> int:
     return -1 if device.index is None else device.index
 
 
-# Answered for the whole parameter.
+# Metadata of the unsharded parameter.
 _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: _size,  # type: ignore[attr-defined]
     Tensor.size: _size,
@@ -436,20 +450,19 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
 }
 
-# Of these the second only lends its shape.
+# Functions of whose second argument only the shape is used.
 _SHAPED_AS: dict[Any, Callable[..., Any]] = {
     Tensor.view_as: Tensor.view,
     Tensor.reshape_as: Tensor.reshape,
     Tensor.expand_as: Tensor.expand,
 }
 
-# `data` is what rests on this rank; where that is the whole, its gather must be over.
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACHING = {Tensor.detach}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
-# Answered by the object as it is; none of these reads the values.
+# Functions that do not read the values; they act on the object itself.
 _SETTABLE = ("grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
 _READABLE = ("grad", "grad_fn", "is_leaf", "is_meta", "is_quantized", "is_sparse", "layout", "name")
 _UNTOUCHED = {getattr(Tensor, name).__set__ for name in _SETTABLE}

@@ -1,9 +1,9 @@
-"""A tensor whose values rest elsewhere, in a file say, and are read when they are used.
+"""Tensors whose values are read, for example from a file, when they are used.
 
-[Note: Lazy tensors] Optimizer states on a disk and the entries of an opened checkpoint are
-`LazyTensor`s: they have a shape and a dtype, answer every torch function with the values that are
-read at that moment, and hold no memory themselves. Those who want less than all of it call
-`read_flat` and get a flat range: a rank that loads a checkpoint reads its own shard only.
+[Note: Lazy tensors] Optimizer states on NVMe and the entries of an opened checkpoint are
+`LazyTensor`s: they have a shape and a dtype but no memory, and every torch function that uses one
+reads its values at that moment. `read_flat` reads only a flat range: a rank that loads a checkpoint
+reads only its own shard.
 """
 
 from __future__ import annotations
@@ -28,9 +28,12 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def of(shape: Sequence[int], dtype: torch.dtype, read: _Read) -> LazyTensor:
-        """A tensor whose row-major elements [start, stop) are `read(start, stop)`.
+        """Creates a tensor whose row-major elements [start, stop) are `read(start, stop)`.
 
-        That is a new 1-D CPU tensor of this dtype.
+        Args:
+            shape: Shape of the tensor.
+            dtype: Dtype of the tensor.
+            read: Returns a new 1-D CPU tensor of this dtype.
         """
         stored = Tensor._make_wrapper_subclass(LazyTensor, torch.Size(shape), dtype=dtype)
         assert isinstance(stored, LazyTensor)
@@ -41,7 +44,7 @@ class LazyTensor(Tensor):
         """All values, a new plain tensor of this shape."""
         return self._read(0, self.numel()).view(self.shape)
 
-    def tolist(self) -> Any:  # torch itself refuses this and the next to subclasses
+    def tolist(self) -> Any:  # torch refuses `tolist` and `numpy` for wrapper subclasses
         return self.read().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -58,8 +61,8 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if any(isinstance(value, LazyTensor) for value in written_by(func, args, kwargs)):
             raise RuntimeError(
-                f"{func.__name__} would write to a tensor whose values rest in a file; work on a "
-                "copy: tensor.clone()."
+                f"{func.__name__} would write to a tensor whose values are stored in a file; write "
+                "to a copy: tensor.clone()."
             )
         return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
 
@@ -75,22 +78,22 @@ class LazyTensor(Tensor):
 
 
 def read_flat(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Row-major elements [start, stop) of `tensor`: 1-D; a view where it is a plain one."""
+    """Row-major elements [start, stop) of `tensor`, 1-D; a view if `tensor` is plain."""
     if isinstance(tensor, LazyTensor):
         return tensor._read(start, stop)
     if tensor.numel() > 1 and not any(tensor.stride()):
-        return tensor.as_strided((stop - start,), (0,))  # one number, whatever the shape
+        return tensor.as_strided((stop - start,), (0,))  # an expanded scalar
     return tensor.reshape(-1)[start:stop]
 
 
 def arguments_of(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What is given to an operator of torch, by name."""
+    """Arguments of a call of a torch operator, by name."""
     names = (argument.name for argument in func._schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors to which an operator of torch writes."""
+    """Tensors to which a call of a torch operator writes."""
     given = arguments_of(func, args, kwargs)
     aliases = {argument.name: argument.alias_info for argument in func._schema.arguments}
     written = [given.get(name) for name, alias in aliases.items() if alias and alias.is_write]
@@ -98,7 +101,10 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 
 def values_reader(values: Mapping[int, Tensor]) -> Callable[[int, range], Tensor | None]:
-    """What `Masters.load` asks: the elements `owned` of slot `index`; None where there is none."""
+    """Returns a function that reads the elements `owned` of slot `index`, for `Masters.load`.
+
+    The function returns None for slots that are not in `values`.
+    """
 
     def read(index: int, owned: range) -> Tensor | None:
         if index not in values:

@@ -1,12 +1,12 @@
-"""Parameters without memory: those that get some, those with awaited values, and dropped ones.
+"""Parameters without memory: on the meta device, with pending values, or dropped after training.
 
-Values that a checkpoint holds for them are kept on the tensors themselves until the engine takes
-these over, and each rank then reads its own part.
+Pending values are those that a checkpoint has for parameters on the meta device. They are kept on
+the tensors themselves until an engine wraps these; each rank then reads its own shard.
 
-Dropped parameters are those that nobody holds after training: whole on every rank, they would not
-fit. They are on the meta device and guarded: whoever uses one is told how to get its values.
-Loading a checkpoint into their module makes them ordinary parameters on the meta device again, of
-which each rank then reads its own part.
+Dropped parameters have no values after training, because unsharded on every rank they would not fit
+into memory. They are on the meta device and guarded: using one raises an error that states how to
+get its values. Loading a checkpoint into their module makes them ordinary meta parameters with
+pending values again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ _AWAITED = "_zero_awaited"
 
 
 def set_pending_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Remembers where parameters and buffers on the meta device will get their values from.
+    """Sets the values that parameters and buffers on the meta device will get from an engine.
 
-    These are whole tensors by qualified name: kept, and read when an engine takes `module` over.
+    Args:
+        module: Module that an engine will wrap.
+        values: Full tensors by qualified name; they are read when the engine wraps `module`.
     """
     named = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     for name, value in values.items():
@@ -50,43 +52,44 @@ def set_pending_values(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def pending_values(tensor: Tensor) -> Tensor | None:
-    """What `set_pending_values` has kept for `tensor`."""
+    """Pending values of `tensor`, as set by `set_pending_values`; None if there are none."""
     value = tensor.__dict__.get(_AWAITED)
     return value if isinstance(value, Tensor) else None
 
 
 def clear_pending_values(module: nn.Module) -> None:
-    """Drops what was kept: it is loaded, or will not be."""
+    """Removes all pending values of `module`, which are loaded or not needed any longer."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.__dict__.pop(_AWAITED, None)
 
 
 def swap_memory(parameter: nn.Parameter, name: str, memory: Tensor) -> None:
-    """Makes a parameter on the meta device a view of `memory`, and back.
+    """Makes a parameter on the meta device a view of `memory`, or the reverse.
 
-    The object stays the same, with its hooks and attributes, and so do the optimizer's groups and
-    states. torch refuses to set `.data` across this border; it swaps what two tensors stand for.
+    The object stays the same, with its hooks and attributes, so the optimizer's groups and states
+    stay valid. torch refuses to assign `.data` between meta and other devices, so
+    `torch.utils.swap_tensors` is used.
 
     Raises:
-        RuntimeError: Something refers to the parameter in a way that torch cannot swap.
+        RuntimeError: The parameter has references that torch cannot swap.
     """
     attributes = dict(parameter.__dict__)
     hooks = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    # `.data` has a version counter of its own: what others write to the buffer is not our change.
+    # `.data` has its own version counter: writes to the buffer do not count for the parameter.
     other = Tensor._make_subclass(type(parameter), memory.data, parameter.requires_grad)
     try:
         torch.utils.swap_tensors(parameter, other)
     except RuntimeError as error:
         raise RuntimeError(
-            f"parameter {name} is on the meta device and cannot be given memory ({error}); keep no "
-            "weak references to it and run no graph through it before training begins."
+            f"parameter {name} is on the meta device and cannot be given memory ({error}); do not "
+            "keep weak references to it or build an autograd graph on it before training begins."
         ) from error
     parameter.__dict__.update(attributes)
     parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks
 
 
 def fill_sentinel(tensor: Tensor) -> None:
-    """Fills `tensor` with what nobody means, where its dtype has such a value."""
+    """Fills `tensor` with a sentinel (NaN, or the minimum of the dtype), if the dtype has one."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.fill_(float("nan"))
     elif _dtype_has_sentinel(tensor):
@@ -94,21 +97,21 @@ def fill_sentinel(tensor: Tensor) -> None:
 
 
 def _dtype_has_sentinel(tensor: Tensor) -> bool:
-    """Whether the integers of its dtype include one that nobody means."""
+    """Whether the dtype is a wide integer, whose minimum serves as the sentinel."""
     return tensor.dtype in (torch.int16, torch.int32, torch.int64)
 
 
 def has_sentinel(tensor: Tensor) -> bool:
-    """Whether any element is still as `fill_sentinel` has left it."""
+    """Whether any element still has the value of `fill_sentinel`."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(torch.isnan(tensor).any())
     return _dtype_has_sentinel(tensor) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 class ConstantStates(TorchFunctionMode):
-    """Lets optimizers that are born with states (Adagrad) be built over meta parameters.
+    """Lets optimizers that create states in the constructor (Adagrad) use meta parameters.
 
-    Their constants come out as tensors of the whole shape with the memory of one element.
+    Constant states become expanded tensors: the full shape, with memory for one element.
     """
 
     def __torch_function__(
@@ -135,9 +138,9 @@ _DROPPED = "_zero_left_out"
 
 
 class _Dropped:
-    """Has the place of the bucket that held a parameter; whatever is asked of it is an error.
+    """Stands for the bucket of a dropped parameter; every use of it is an error.
 
-    That is what a guarded parameter, or `gathered`, asks for.
+    Guarded parameters and `gathered` use it.
     """
 
     device = torch.device("meta")
@@ -146,7 +149,7 @@ class _Dropped:
         self._name = name
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python itself does
+        if name.startswith("__"):  # looked up by Python itself
             raise AttributeError(name)
         self.refuse()
 
@@ -157,17 +160,17 @@ class _Dropped:
 def drop_parameter(
     parameter: nn.Parameter, name: str, dtype: torch.dtype, shape: torch.Size
 ) -> None:
-    """Frees the values of a parameter that no bucket holds any more; the object stays."""
+    """Frees the values of a parameter that no bucket holds any longer; the object stays."""
     try:
         swap_memory(parameter, name, torch.empty(shape, dtype=dtype, device="meta"))
-    except RuntimeError:  # a graph still refers to it: then it cannot be loaded into
+    except RuntimeError:  # an autograd graph refers to it: no values can be loaded into it
         parameter.data = torch.empty(0, dtype=dtype)
     parameter.__dict__[_DROPPED] = name, shape
     _guard(parameter)
 
 
 def is_dropped(parameter: nn.Parameter) -> bool:
-    """Whether it has no values since the end of a run."""
+    """Whether `parameter` was dropped at the end of a run and has no values."""
     return _DROPPED in parameter.__dict__
 
 
@@ -189,34 +192,40 @@ def _guard(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def accepting_pending_values(module: nn.Module) -> Iterator[None]:
-    """Around loading into `module`: what was left out may get values that it awaits."""
-    left_out = [parameter for parameter in module.parameters() if is_dropped(parameter)]
-    for parameter in left_out:
+    """Around loading into `module`: dropped parameters may get pending values."""
+    dropped = [parameter for parameter in module.parameters() if is_dropped(parameter)]
+    for parameter in dropped:
         unguard(parameter)
         set_placement(parameter, None)
     try:
         yield
     finally:
-        for parameter in left_out:
+        for parameter in dropped:
             if pending_values(parameter) is None:
                 _guard(parameter)
 
 
 def check_none_dropped(module: nn.Module) -> None:
-    """Before an engine takes it over: what was left out has something to load, or ValueError."""
+    """Checks, before an engine wraps `module`, that dropped parameters have pending values.
+
+    Raises:
+        ValueError: A dropped parameter has none.
+    """
     for parameter in module.parameters():
         if is_dropped(parameter) and pending_values(parameter) is None:
             raise ValueError(_text(parameter.__dict__[_DROPPED][0]))
 
 
 def clear_dropped(module: nn.Module) -> None:
+    """Removes the marks of dropped parameters, whose values have been loaded."""
     for parameter in module.parameters():
         parameter.__dict__.pop(_DROPPED, None)
 
 
 def _text(name: str) -> str:
     return (
-        f"parameter {name} was left out when training ended: whole on every rank, the module was "
-        "too large (unshard_after_fit). Load a checkpoint: Model.load_from_checkpoint(path) for a "
-        "whole module, ckpt_path=path for fit, validate, test and predict."
+        f"parameter {name} was dropped when training ended, because the unsharded module would not "
+        "fit into memory (see unshard_after_fit). Load a checkpoint: "
+        "Model.load_from_checkpoint(path) for an unsharded module, or ckpt_path=path for fit, "
+        "validate, test and predict."
     )

@@ -1,4 +1,4 @@
-"""Which part of one parameter each rank has, and where the elements of this rank are."""
+"""Which elements of one parameter each rank has, and access to the elements of this rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ShardSpec", "InMemoryShard", "LocalShard"]
 
 
 class ShardComm(Protocol):
-    """The ranks that have a shard of one parameter: of `Communicator`, what is asked here."""
+    """The part of `Communicator` that sharded tensors use."""
 
     @property
     def mesh(self) -> Mesh: ...
@@ -34,10 +34,16 @@ class ShardComm(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:
-    """Which elements of one parameter each rank has."""
+    """Sharding of one parameter over the ranks of a shard group.
+
+    Attributes:
+        slot: Slot of the parameter in its bucket.
+        layout: Layout of the bucket.
+        comm: Communicator of the ranks that have a shard.
+    """
 
     slot: Slot
-    layout: FlatLayout  # of its bucket
+    layout: FlatLayout
     comm: ShardComm
 
     @property
@@ -51,7 +57,7 @@ class ShardSpec:
         return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
 
     def matches(self, other: ShardSpec) -> bool:
-        """Whether every rank has the same elements of both. The same answer on every rank."""
+        """Whether every rank has the same elements of both. The result is equal on all ranks."""
         if self.comm is not other.comm:
             return False
         is_one = self.layout is other.layout and self.slot == other.slot
@@ -59,25 +65,30 @@ class ShardSpec:
 
 
 class LocalShard(Protocol):
-    """This rank's elements, wherever they rest."""
+    """Access to this rank's elements, in memory or in a file."""
 
     def read(self) -> Tensor:
-        """They, 1-D and plain: a view of memory, or a copy of what rests in a file."""
+        """The elements, 1-D and plain: a view of memory, or a copy read from a file."""
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change them in place: 1-D and plain."""
+        """Calls `write` with the elements, 1-D and plain, to change them in place."""
 
     @property
     def version(self) -> int:
-        """Counts their changes, the same on every rank."""
+        """Number of changes so far, equal on all ranks."""
 
     def check_memory(self, call: str, num_bytes: int) -> None:
-        """Raises where full values do not fit into memory. Collective: `call` is what asks."""
+        """Raises if full values do not fit into memory. Collective: every rank.
+
+        Args:
+            call: Name of the operation that needs them, for the error.
+            num_bytes: Size of the full values.
+        """
 
 
 @dataclass(frozen=True)
 class InMemoryShard:
-    """A part in memory: of a result, say."""
+    """Elements in memory, such as those of a result."""
 
     values: Tensor
     version: int = 0
@@ -89,4 +100,4 @@ class InMemoryShard:
         write(self.values)
 
     def check_memory(self, call: str, num_bytes: int) -> None:
-        """Nothing: what it was computed from has been asked."""
+        """Does nothing: the tensor from which the elements were computed has been checked."""

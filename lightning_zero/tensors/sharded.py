@@ -1,19 +1,19 @@
-"""A tensor of which this rank has a part: `parameter.grad` before a step, `parameter.data` at rest.
+"""Tensors of which this rank has a shard: `p.grad` before a step, `p.data` while sharded.
 
-[Note: Sharded tensors] Shape, dtype, stride and the rest of the metadata are those of the whole
-tensor; the values here are a range of its row-major elements, possibly empty. What torch itself
-calls pointwise (a tag of its operators) runs on that range, together with whole tensors, of which
-the same range is taken after broadcasting, and with tensors that are sharded alike. Reductions over
-all elements are added up over ranks. Whatever else needs more than a part: of `p.data`, the values
-are gathered for it (tensors/full_view.py);
-of `p.grad` it is an error with the way to the whole tensor.
+[Note: Sharded tensors] Shape, dtype, stride and other metadata are those of the full tensor. The
+local values are a range of its row-major elements, possibly empty. Operators with torch's tag
+`pointwise` run on that range, together with tensors of the same sharding, and with full tensors, of
+which the same range is taken after broadcasting. Reductions over all elements are all-reduced.
+Other operators need more than the shard: for `p.data`, the values are gathered (full_view.py); for
+`p.grad`, the operator raises an error that states how to get the full tensor.
 
-Collective, every rank calls them: reductions; `full_tensor`; what gathers; and where one that is
-cut at other places, or a plain tensor that is written to, has to be given whole values first.
+Collective, every rank must call them: reductions; `full_tensor`; operators that gather; and
+pointwise operators on a tensor of another sharding, or that write to a plain tensor, because both
+need full values.
 
-[Note: No gradient] A part has no place in an autograd graph: every rank would differentiate its own
-elements only. So results carry none, and a number reduced from what would have required one is an
-error in its backward, not a loss without that term.
+[Note: No gradient] A shard cannot be part of an autograd graph: every rank would differentiate only
+its own elements. So results require no gradient, and the backward of a number that was reduced from
+tensors which require one raises an error, instead of training without that term.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ __all__ = ["ShardedTensor", "ShardedTensorError", "is_elementwise_operator"]
 
 
 class ShardedTensorError(RuntimeError):
-    """An operation needs more of a tensor, `sharded`, than this rank has.
+    """An operation needs elements of a sharded tensor that this rank does not have.
 
-    Python's operators would take a TypeError for "not implemented" and compare identities instead.
+    Not a TypeError: Python's operators would take that for "not implemented" and compare
+    identities.
+
+    Attributes:
+        sharded: The tensor.
+        why: Reason for the error text.
+        needs_full: Whether the operation is possible with full values.
     """
 
     sharded: ShardedTensor | None = None
     why: str = ""
-    needs_full: bool = False  # with full values it could be answered
+    needs_full: bool = False
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -53,24 +59,37 @@ def _refused(name: str) -> Callable[..., NoReturn]:
 
 
 class ShardedTensor(Tensor):
-    """This rank's part of a tensor. See [Note: Sharded tensors]."""
+    """This rank's shard of a tensor. See [Note: Sharded tensors].
 
-    spec: ShardSpec  # which part
-    role: str  # what it is of the parameter, p.grad or p.data, or was computed from
-    is_tracked: bool  # computed from what requires a gradient: see [Note: No gradient]
-    _part: LocalShard
+    Attributes:
+        spec: Which elements this rank has.
+        role: "p.grad", "p.data" or "optimizer.state": what the tensor is of the parameter, or was
+            computed from.
+        is_tracked: Whether it was computed from a tensor that requires a gradient. See
+            [Note: No gradient].
+    """
+
+    spec: ShardSpec
+    role: str
+    is_tracked: bool
+    _shard: LocalShard
 
     @staticmethod
     def of(
-        part: LocalShard,
+        shard: LocalShard,
         spec: ShardSpec,
         role: str,
         like: Tensor,
         shape: Sequence[int] | None = None,
     ) -> ShardedTensor:
-        """`part`, the elements `spec.owned`, as a tensor of the whole shape; memory is shared.
+        """Wraps `shard`, the elements `spec.owned`, as a tensor of full shape; memory is shared.
 
-        `like` has their dtype and device; without a `shape` it is the parameter's.
+        Args:
+            shard: The local elements.
+            spec: Which elements these are.
+            role: See `ShardedTensor`.
+            like: Has the dtype and the device of the elements.
+            shape: Full shape; None: that of the parameter.
         """
         size = torch.Size(spec.slot.shape if shape is None else shape)
         sharded = Tensor._make_wrapper_subclass(
@@ -78,41 +97,41 @@ class ShardedTensor(Tensor):
         )
         assert isinstance(sharded, ShardedTensor)
         sharded.spec, sharded.role, sharded.is_tracked = spec, role, False
-        sharded._part = part
+        sharded._shard = shard
         return sharded
 
     @property
     def local(self) -> Tensor:
-        """This rank's elements as a plain tensor, 1-D; a copy where they rest in a file."""
-        return self._part.read()
+        """This rank's elements as a plain tensor, 1-D; a copy if they are stored in a file."""
+        return self._shard.read()
 
     def change(self, write: Callable[[Tensor], object]) -> None:
-        """Lets `write` change this rank's elements in place: 1-D and plain. Local."""
-        self._part.change(write)
+        """Calls `write` with this rank's elements, 1-D and plain, to change them. Local."""
+        self._shard.change(write)
 
-    def is_view_of(self, part: LocalShard | None) -> bool:
-        """Whether it shows `part`, as what was handed out with that does."""
-        return self._part is part
+    def is_view_of(self, shard: LocalShard | None) -> bool:
+        """Whether the local elements are those of `shard`, as in tensors created from it."""
+        return self._shard is shard
 
     def full_tensor(self) -> Tensor:
         """All elements, a new plain tensor. Collective: every rank."""
         return self._gather("full_tensor")
 
     def full_view(self, name: str, dtype: torch.dtype | None = None) -> FullTensorView:
-        """All elements, to be looked at or written to. Collective: every rank.
+        """All elements, to be read and written. Collective: every rank.
 
         Args:
-            name: What asks for them.
-            dtype: None: this one's.
+            name: Name of the operation that needs them, for errors.
+            dtype: Dtype of the result; None: the dtype of this tensor.
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
-        self._part.check_memory(self._call_of(name), num_bytes)
+        self._shard.check_memory(self._call_of(name), num_bytes)
         values = self._gather(name)
         return FullTensorView.of(values if dtype is None else values.to(dtype), _Origin(self))
 
     def _gather(self, name: str) -> Tensor:
         local = self.local
-        # Summed as integers, of which all ranks but one have zeros, every bit stays what it is.
+        # A sum of integers, where all ranks but one have zeros, preserves every bit.
         words = 2 * -(-self.numel() * local.element_size() // 16)
         memory = torch.zeros(words, dtype=torch.int64, device=local.device)
         flat = memory.view(local.dtype)[: self.numel()]
@@ -122,11 +141,11 @@ class ShardedTensor(Tensor):
         return flat.view(self.shape)
 
     def _all_reduce_sum(self, values: Tensor, name: str) -> Tensor:
-        """Sums over shards, in place. Collective."""
+        """Sum over the shard group, in place. Collective."""
         return self.spec.comm.sum_over_shards_(values, self._call_of(name))
 
     def _all_reduce_max(self, values: Tensor, name: str) -> Tensor:
-        """The elementwise maximum over ranks, in place. Collective."""
+        """Elementwise maximum over all ranks, in place. Collective."""
         return self.spec.comm.max_(values, self._call_of(name))
 
     def _call_of(self, name: str) -> str:
@@ -135,7 +154,7 @@ class ShardedTensor(Tensor):
     def _refuse(self, name: str, why: str = "", *, needs_full: bool = True) -> NoReturn:
         raise _error(self, name, why, needs_full=needs_full and self.role == _DATA)
 
-    # ---------------------------------------------------------------- torch's two doors
+    # ---------------------------------------------------------------- dispatch of torch
 
     @classmethod
     def __torch_function__(
@@ -145,24 +164,24 @@ class ShardedTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Autograd's side of it; what torch makes of `func` arrives in `__torch_dispatch__`."""
+        """Handles autograd; the operators of `func` arrive in `__torch_dispatch__`."""
         kwargs = kwargs or {}
         if any(issubclass(other, (nn.Parameter, FullTensorView)) for other in types):
-            return NotImplemented  # they bring their own part, or values, and call again
+            return NotImplemented  # their __torch_function__ calls again with shards or values
         if func == _SET_DATA:
             return args[0].copy_(args[1])
         if func in _FROM_MEMORY:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            is_tracked = torch.is_grad_enabled() and any(map(_needs_grad, tensors))
+            is_tracked = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
             name = _name_of(func)
             if name in _ON_MEMORY:
                 _first_of(args, kwargs)._refuse(name, needs_full=False)
             written = args[0] if args else None
             if is_tracked and is_writing(name) and not isinstance(written, ShardedTensor | None):
                 sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
-                why = "no gradient flows through it: do so under torch.no_grad()"
+                why = "no gradient flows through it; call it under torch.no_grad()"
                 sharded._refuse(name, why, needs_full=False)
             try:
                 with torch.no_grad():
@@ -171,11 +190,11 @@ class ShardedTensor(Tensor):
                 if not error.needs_full:
                     raise _renamed(error, name) from None
                 result = None
-                is_answered = False
+                needs_full = True
             else:
-                is_answered = True
-        if not is_answered:
-            result = _with_full_values(func, name, args, kwargs)
+                needs_full = False
+        if needs_full:
+            result = _call_with_full_values(func, name, args, kwargs)
         if is_tracked and func not in _UNTRACKED:
             with torch._C.DisableTorchFunctionSubclass():
                 result = tree_map(lambda value: _track(value, tensors, name), result)
@@ -206,20 +225,20 @@ class ShardedTensor(Tensor):
             return _elementwise(func, name, args, kwargs)
         first = _first_of(args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            first._refuse(name, "every rank would draw numbers of its own", needs_full=False)
+            first._refuse(name, "every rank would draw different numbers", needs_full=False)
         first._refuse(name)
 
-    # ---------------------------------------------------------------- what torch does without them
+    # ---------------------------------------------------------------- methods that bypass dispatch
 
     data_ptr = _refused("data_ptr")
     untyped_storage = _refused("untyped_storage")
 
     def tolist(self) -> Any:
-        """As torch's. Collective: every rank."""
+        """Like `Tensor.tolist`. Collective: every rank."""
         return self._values_for("tolist").tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As torch's, but read-only. Collective: every rank."""
+        """Like `Tensor.numpy`, but read-only. Collective: every rank."""
         return self._values_for("numpy").numpy(force=force)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -240,10 +259,10 @@ class ShardedTensor(Tensor):
         return copy
 
     def __format__(self, spec: str) -> str:
-        """A number as Python's, if asked for a format; then every rank must call it."""
-        return (
-            format(self.item(), spec) if spec and self.dim() == 0 else object.__format__(self, spec)
-        )
+        """Formats a 0-dim tensor as a Python number. With a `spec` it is collective: every rank."""
+        if spec and self.dim() == 0:
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
 
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -256,13 +275,13 @@ class ShardedTensor(Tensor):
 # ---------------------------------------------------------------- errors
 
 _DATA = "p.data"
-_WAYS = {
-    "p.grad": "use lightning_zero.full_grad(parameter) for the whole gradient; what is computed "
-    "from it, of the parameter's shape, may be assigned to parameter.grad",
-    _DATA: "use `with lightning_zero.gathered(parameter):` for the whole values, with "
-    "writeback=True to keep changes; to train through it, be in a call of the whole module, in "
-    "Lightning in training_step, or in `with engine.forward_context():`",
-    "optimizer.state": "use .full_tensor() on every rank for the whole state; to save it, "
+_REMEDIES = {
+    "p.grad": "use lightning_zero.full_grad(parameter) for the full gradient; a result of the "
+    "parameter's shape may be assigned to parameter.grad",
+    _DATA: "use `with lightning_zero.gathered(parameter):` for the full values, with "
+    "writeback=True to keep changes; to train through it, call it within the forward of the root "
+    "module, in Lightning's training_step, or in `with engine.forward_context():`",
+    "optimizer.state": "use .full_tensor() on every rank for the full state; to save it, use "
     "trainer.save_checkpoint(path), or strategy.optimizer_state(optimizer) or "
     "engine.optimizer_state(optimizer) on every rank",
 }
@@ -273,17 +292,16 @@ def _error(
 ) -> ShardedTensorError:
     why = why or "it would see only this rank's elements"
     error = ShardedTensorError(
-        f"{name!r} on {sharded.role} of parameter "
-        f"{sharded.spec.slot.name}, which rests as a shard: "
-        f"{why}; {_WAYS[sharded.role]}. Elementwise operations, and reductions over all elements "
-        "on every rank, are answered as for the whole."
+        f"{name!r} on {sharded.role} of parameter {sharded.spec.slot.name}, which is sharded: "
+        f"{why}; {_REMEDIES[sharded.role]}. Elementwise operations, and reductions over all "
+        "elements on every rank, give the results of the full tensor."
     )
     error.sharded, error.why, error.needs_full = sharded, why, needs_full
     return error
 
 
 def _renamed(error: ShardedTensorError, name: str) -> ShardedTensorError:
-    """With the name that the user has called instead of torch's own."""
+    """The same error with the name of the function that the user called."""
     return error if error.sharded is None else _error(error.sharded, name, error.why)
 
 
@@ -301,16 +319,16 @@ def _first_of(*values: Any) -> ShardedTensor:
 # ---------------------------------------------------------------- autograd
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_ON_MEMORY = {"apply_", "map_", "map2_"}  # torch reads it without asking: there is none
+_ON_MEMORY = {"apply_", "map_", "map2_"}  # torch accesses the memory without dispatch
 _UNTRACKED = {Tensor.detach, Tensor.detach_, Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
-def _needs_grad(tensor: Tensor) -> bool:
+def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad or (isinstance(tensor, ShardedTensor) and tensor.is_tracked)
 
 
 def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
-    """Marks what was computed from something that requires a gradient."""
+    """Marks a result that was computed from tensors which require a gradient."""
     if isinstance(value, ShardedTensor):
         value.is_tracked = True
         return value
@@ -328,7 +346,7 @@ def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
 
 
 class _NoGradient(torch.autograd.Function):
-    """The value itself; its backward is an error. See [Note: No gradient]."""
+    """Identity whose backward raises. See [Note: No gradient]."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, anchor: Tensor, sharded: ShardedTensor, name: str) -> Any:
@@ -342,14 +360,14 @@ class _NoGradient(torch.autograd.Function):
 
 # ---------------------------------------------------------------- full values
 
-# torch reads the memory, of which a part has none.
+# Functions with which torch reads the memory; a shard has none of the full shape.
 _FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}
 _FROM_MEMORY |= {Tensor.untyped_storage}
 
 
 @dataclass(frozen=True)
 class _Origin:
-    """See `ShardedOrigin`."""
+    """Implements `ShardedOrigin` for a sharded tensor."""
 
     sharded: ShardedTensor
 
@@ -359,7 +377,7 @@ class _Origin:
 
     @property
     def version(self) -> int:
-        return self.sharded._part.version
+        return self.sharded._shard.version
 
     def write_back(self, values: Tensor) -> None:
         owned = self.sharded.spec.owned
@@ -367,17 +385,17 @@ class _Origin:
 
         def write(own: Tensor) -> None:
             here = new.to(own.device)
-            is_changed = here != own.to(here.dtype)  # else it stays what a wider master is
+            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
             own.copy_(torch.where(is_changed, here.to(own.dtype), own))
 
         with torch.no_grad():
             self.sharded.change(write)
 
 
-def _with_full_values(
+def _call_with_full_values(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Runs `func`, which parts cannot answer, with full values for them. Collective."""
+    """Calls `func`, which cannot run on shards, with full values. Collective."""
     full: dict[int, Tensor] = {}
     sharded: dict[int, ShardedTensor] = {}
 
@@ -400,7 +418,7 @@ def _with_full_values(
 
 _FOREACH = "_foreach_"
 _VIEW = torch.ops.aten.view
-# Elementwise, though torch does not tag them.
+# Elementwise operators that torch does not tag.
 _ALSO_POINTWISE = {
     "_to_copy",
     "copy",
@@ -414,8 +432,8 @@ _ALSO_POINTWISE = {
     "zero",
     "zeros_like",
 }
-_OF_A_NUMBER = {"fill", "fill_"}  # take a tensor for a number, and only of no dimension
-_WITHOUT = ("memory_format",)  # of the whole; a part has one dimension
+_WITH_SCALAR = {"fill", "fill_"}  # take a 0-dim tensor as a number
+_DROPPED_ARGUMENTS = ("memory_format",)  # a shard is 1-D
 
 
 def _is_pointwise(func: Any, name: str) -> bool:
@@ -426,7 +444,7 @@ def _is_pointwise(func: Any, name: str) -> bool:
 
 
 def is_elementwise_operator(func: Any) -> bool:
-    """Whether an operator of torch treats every element by itself, also those of lists."""
+    """Whether an operator of torch is elementwise; also for operators on lists of tensors."""
     name = func.overloadpacket.__name__
     if name.startswith(_FOREACH):
         return _is_pointwise_name(name.removeprefix(_FOREACH))
@@ -434,7 +452,7 @@ def is_elementwise_operator(func: Any) -> bool:
 
 
 def _is_pointwise_name(name: str) -> bool:
-    """Whether torch tags `name`, in place or not, for tensors of equal shapes."""
+    """Whether torch tags an overload of `name`, without the in-place underscore, as pointwise."""
     name = name.removesuffix("_")
     if name in _ALSO_POINTWISE:
         return True
@@ -446,7 +464,7 @@ def _is_pointwise_name(name: str) -> bool:
 
 def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs `func` on this rank's elements of all its tensors."""
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WITHOUT}
+    kwargs = {key: value for key, value in kwargs.items() if key not in _DROPPED_ARGUMENTS}
     leaves, tree = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     written = written_by(func, args, kwargs)
@@ -454,9 +472,9 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if len(written) > 1:
         first._refuse(name)
     if written and not isinstance(written[0], ShardedTensor):
-        whole = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in leaves]
-        whole = [_moved(t, written[0].device) for t in whole]
-        args, kwargs = tree_unflatten(whole, tree)
+        full = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in leaves]
+        full = [_moved(t, written[0].device) for t in full]
+        args, kwargs = tree_unflatten(full, tree)
         return func(*args, **kwargs)
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     candidates = written or [t for t in tensors if isinstance(t, ShardedTensor)]
@@ -468,9 +486,9 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     assert isinstance(home, ShardedTensor)
 
     def is_number(leaf: Any) -> bool:
-        takes = name in _OF_A_NUMBER or name.startswith(_FOREACH)
+        takes_scalar = name in _WITH_SCALAR or name.startswith(_FOREACH)
         is_other = isinstance(leaf, Tensor) and leaf is not home and leaf.dim() == 0
-        return takes and is_other
+        return takes_scalar and is_other
 
     def run(own: Tensor) -> Any:
         parts = [
@@ -487,12 +505,12 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _number(value: Tensor, device: torch.device) -> Any:
-    whole = value.full_tensor() if isinstance(value, ShardedTensor) else value
-    return _moved(whole, device)
+    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
+    return _moved(full, device)
 
 
 def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -> Any:
-    """This rank's elements of `value`, where `own` are those of `home`."""
+    """This rank's elements of `value`; `own` are those of `home`."""
     if not isinstance(value, Tensor):
         return value
     if value is home:
@@ -502,19 +520,19 @@ def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -
             return _moved(value.local, own.device)
         value = value.full_tensor()
     if value.dim() == 0 and shape:
-        return _moved(value, own.device)  # in types, a number gives way
+        return _moved(value, own.device)  # 0-dim tensors take no part in type promotion
     return _moved(_narrow(value, shape, home.spec), own.device)
 
 
-def _narrow(whole: Tensor, shape: torch.Size, spec: ShardSpec) -> Tensor:
-    expanded = whole if whole.shape == shape else whole.expand(shape)
+def _narrow(full: Tensor, shape: torch.Size, spec: ShardSpec) -> Tensor:
+    expanded = full if full.shape == shape else full.expand(shape)
     return read_flat(expanded, spec.owned.start, spec.owned.stop)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """Offloaded gradients meet parameters, and norms, on the device."""
-    is_anywhere = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
-    return value if is_anywhere else value.to(device)
+    """Moves a tensor to `device`: offloaded gradients are combined with parameters and norms."""
+    is_device_free = not isinstance(value, Tensor) or (value.dim() == 0 and value.is_cpu)
+    return value if is_device_free else value.to(device)
 
 
 def _result(part: Any, like: ShardedTensor, shape: torch.Size) -> Any:
@@ -524,7 +542,7 @@ def _result(part: Any, like: ShardedTensor, shape: torch.Size) -> Any:
 
 
 def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One tensor of each list after the other."""
+    """Runs an operator on lists for one index after the other."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     others = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     if not lists or any(other.dim() for other in others):
@@ -545,7 +563,7 @@ def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     return None if name.endswith("_") else [result for (result,) in results]
 
 
-# ---------------------------------------------------------------- the same elements otherwise
+# ---------------------------------------------------------------- changes of shape
 
 _SAME_ELEMENTS = {
     "_reshape_alias",
@@ -570,16 +588,19 @@ def _with_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     shape = func(like, *rest, **kwargs).shape
     if shape.numel() != sharded.numel():
         sharded._refuse(name)
-    return ShardedTensor.of(sharded._part, sharded.spec, sharded.role, sharded, shape)
+    return ShardedTensor.of(sharded._shard, sharded.spec, sharded.role, sharded, shape)
 
 
 def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """This rank's part of a whole random tensor: parts made apart would be alike on all ranks."""
+    """This rank's shard of a full random tensor.
+
+    Ranks with equal seeds would draw the same numbers for different elements.
+    """
     sharded, *rest = args
     like = torch.zeros((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
     kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-    whole = func(like, *rest, **kwargs)
-    own = _narrow(whole, sharded.shape, sharded.spec).clone()
+    full = func(like, *rest, **kwargs)
+    own = _narrow(full, sharded.shape, sharded.spec).clone()
     return ShardedTensor.of(InMemoryShard(own), sharded.spec, sharded.role, own, sharded.shape)
 
 
@@ -587,7 +608,7 @@ def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sh
 
 
 def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """One number of all elements of the only tensor; other dims than all are refused."""
+    """Reduces all elements of the only tensor to a number; reductions of some dims are refused."""
     sharded = args[0]
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments if a.has_default_value()}
@@ -597,7 +618,7 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     dim = given.get("dim")
     dims = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
     if name in ("max", "min") and "dim" in given:
-        sharded._refuse(name, "it does not tell where")
+        sharded._refuse(name, "it has no indices of the full tensor")
     if dims and {d % max(sharded.dim(), 1) for d in dims} != set(range(max(sharded.dim(), 1))):
         sharded._refuse(name, "it needs every rank's elements of a row or a column")
     result = _REDUCTIONS[name](sharded, given)
@@ -607,7 +628,7 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """In which parts are added up."""
+    """Dtype in which shards are summed."""
     is_float = tensor.dtype.is_floating_point
     return torch.promote_types(tensor.dtype, torch.float32) if is_float else tensor.dtype
 
@@ -623,7 +644,7 @@ def _sum(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "sum") ->
 def _mean(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
     dtype = given.get("dtype") or sharded.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
-        sharded._refuse("mean", f"a mean of {dtype} has no dtype; give one")
+        sharded._refuse("mean", f"a mean of {dtype} has no default dtype; pass one")
     wide = torch.promote_types(dtype, torch.float32)
     return (_sum(sharded, {"dtype": wide}, "mean") / sharded.numel()).to(dtype)
 
@@ -658,8 +679,8 @@ def _any(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
 
 
 def _all(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    is_any_not = (~sharded.local.bool().all()).to(torch.uint8)
-    return sharded._all_reduce_max(is_any_not, "all").logical_not()
+    has_false = (~sharded.local.bool().all()).to(torch.uint8)
+    return sharded._all_reduce_max(has_false, "all").logical_not()
 
 
 def _count_nonzero(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
@@ -674,7 +695,7 @@ def _norm(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
 
 
 def _norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
-    """The norm of each, in one all-reduce."""
+    """Norms of all `tensors`, in one all-reduce."""
     first = tensors[0]
     device = first.spec.comm.device
     local = torch.stack([_power_sum(tensor.local, order).to(device) for tensor in tensors])
@@ -688,7 +709,7 @@ def _norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _power_sum(local: Tensor, order: float) -> Tensor:
-    """What ranks add (order p: the p-th power of the norm) or compare (infinite orders)."""
+    """The value that ranks add (order p: the p-th power of the norm) or compare (order inf)."""
     dtype = torch.promote_types(local.dtype.to_real(), torch.float32)
     if local.numel() == 0:
         lowest = math.inf if order == -math.inf else 0.0
@@ -715,13 +736,15 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     one, other = args
-    alike = torch.ops.aten.eq.Tensor
-    return one.shape == other.shape and bool(_all(_elementwise(alike, "equal", args, {}), {}))
+    if one.shape != other.shape:
+        return False
+    is_equal = _elementwise(torch.ops.aten.eq.Tensor, "equal", args, {})
+    return bool(_all(is_equal, {}))
 
 
 def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    alike = torch.ops.aten.isclose.default
-    return bool(_all(_elementwise(alike, "allclose", args, kwargs), {}))
+    is_close = _elementwise(torch.ops.aten.isclose.default, "allclose", args, kwargs)
+    return bool(_all(is_close, {}))
 
 
 def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -737,11 +760,11 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """What a GradScaler calls: an infinity in any part makes every rank leave out the step."""
+    """Unscales for a GradScaler: an infinity in any shard makes all ranks skip the step."""
     grads, found_inf, scale = args
     first = _first_of(grads)
     if found_inf.device != first.spec.comm.device:
-        first.spec.comm.wait_for_cpu_copies()  # the scaler has sent these two without waiting
+        first.spec.comm.wait_for_cpu_copies()  # the scaler copies both asynchronously
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))

@@ -1,10 +1,10 @@
-"""Parameters that show the same memory, and what else shows memory of a parameter.
+"""Parameters that share memory are tied; other tensors that share it are refused or reported.
 
 [Note: Ties] A parameter that several modules hold is one parameter: it has one gradient and one
-step. `head.weight.data = embedding.weight.data` makes two that show the same memory, which an
-engine would shard twice and train apart. Where both show the same elements in the same shape, they
-become one: the modules hold the same object from then on. Anything else that shares memory is
-refused. Memory that NumPy alone has a view of cannot be seen.
+step. `head.weight.data = embedding.weight.data` makes two parameters that share memory; an engine
+would shard both, and they would diverge. If both have the same elements in the same shape, they are
+tied: the modules then hold the same object. Any other parameter or buffer that shares memory is
+refused. Views of NumPy cannot be detected.
 """
 
 from __future__ import annotations
@@ -22,25 +22,33 @@ __all__ = ["alias_texts", "tie_shared"]
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """The memory that a tensor shows."""
+class _MemoryRange:
+    """Memory of a tensor.
 
-    name: str  # qualified, with its kind, such as "parameter head.weight"
+    Attributes:
+        name: Qualified name with its kind, such as "parameter head.weight".
+        tensor: The tensor.
+        space: Address space; addresses of different spaces cannot be compared.
+        start: Address of the first byte.
+        stop: Address after the last byte.
+    """
+
+    name: str
     tensor: Tensor
-    space: tuple[str, int]  # addresses of different ones cannot be compared
-    start: int  # address of its first byte, and of the one after its last
+    space: tuple[str, int]
+    start: int
     stop: int
 
-    def is_as(self, other: _Shown) -> bool:
-        """The same elements in the same way."""
+    def matches(self, other: _MemoryRange) -> bool:
+        """Whether both tensors have the same elements in the same order."""
         one, two = self.tensor, other.tensor
         is_same = self.start == other.start and one.dtype is two.dtype
         return is_same and one.shape == two.shape and one.stride() == two.stride()
 
-    def overlaps(self, other: _Shown) -> bool:
-        """Whether an element is in both, where their ranges of addresses have some in common."""
+    def overlaps(self, other: _MemoryRange) -> bool:
+        """Whether two tensors whose address ranges intersect share an element."""
         one, two = self.tensor, other.tensor
-        if self.is_as(other) or one.element_size() != two.element_size():
+        if self.matches(other) or one.element_size() != two.element_size():
             return True
         size = one.element_size()
         if (self.start - other.start) % size or (one.is_contiguous() and two.is_contiguous()):
@@ -49,33 +57,33 @@ class _Shown:
         marks = torch.zeros((max(self.stop, other.stop) - first) // size, dtype=torch.bool)
         views = [
             marks.as_strided(
-                shown.tensor.shape, shown.tensor.stride(), (shown.start - first) // size
+                memory.tensor.shape, memory.tensor.stride(), (memory.start - first) // size
             )
-            for shown in (self, other)
+            for memory in (self, other)
         ]
         views[0].fill_(True)
         return bool(views[1].any())
 
 
 def tie_shared(module: nn.Module, preferred: Container[nn.Parameter] = ()) -> list[str]:
-    """Makes parameters of `module` one that show the same memory. See [Note: Ties].
+    """Ties parameters of `module` that share memory. See [Note: Ties].
 
     Args:
-        module: Parameters that an engine holds already are left out.
-        preferred: Those of optimizers: of two, the one that is here stays.
+        module: Parameters that already belong to an engine are skipped.
+        preferred: Parameters of optimizers; of two tied parameters, the one in here is kept.
 
     Returns:
         A sentence for each tie.
 
     Raises:
-        ValueError: Two share memory in another way, or optimizers have both; or a trained one shows
-            an element several times.
+        ValueError: Two tensors share memory in another way; optimizers have both parameters; or a
+            trainable parameter contains an element several times.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for one in _shown_by(module):
+        for one in _memory_of(module):
             _check_each_element_once(one)
         texts: list[str] = []
-        while pairs := list(_pairs(list(_shown_by(module)))):
+        while pairs := list(_pairs(list(_memory_of(module)))):
             for tie in [_Tie.of(one, other, preferred) for one, other in pairs]:
                 tie.make(module)
                 texts.append(tie.text)
@@ -86,31 +94,32 @@ def tie_shared(module: nn.Module, preferred: Container[nn.Parameter] = ()) -> li
 class _Tie:
     """Two parameters that become one."""
 
-    kept: _Shown
-    dropped: _Shown
+    kept: _MemoryRange
+    dropped: _MemoryRange
 
     @classmethod
-    def of(cls, one: _Shown, other: _Shown, preferred: Container[nn.Parameter]) -> _Tie:
-        """Raises where they cannot."""
-        are_alike = type(one.tensor) is type(other.tensor) and one.is_as(other)
+    def of(cls, one: _MemoryRange, other: _MemoryRange, preferred: Container[nn.Parameter]) -> _Tie:
+        """Chooses the parameter to keep; raises ValueError if the two cannot be tied."""
+        are_equal = type(one.tensor) is type(other.tensor) and one.matches(other)
         are_parameters = isinstance(one.tensor, nn.Parameter)
-        if not are_alike or not are_parameters:
+        if not are_equal or not are_parameters:
             raise ValueError(
-                f"{other.name} shows memory of {one.name}, and is no parameter of the same shape: "
-                "sharded, they would go apart at the first step. To tie two parameters, let both "
-                "modules hold the same one, as in head.weight = embedding.weight; compute any "
-                "other view in forward, or copy the values: tensor.clone()."
+                f"{other.name} shares memory with {one.name}, but is not a parameter of the same "
+                "shape: after sharding, they would diverge at the first step. To tie two "
+                "parameters, let both modules hold the same one, as in head.weight = "
+                "embedding.weight; compute any other view in forward, or copy the values: "
+                "tensor.clone()."
             )
         if one.tensor.requires_grad != other.tensor.requires_grad:
             raise ValueError(
-                f"{one.name} and {other.name} show the same memory, and one of them is frozen; tie "
-                "them by holding the same parameter, as in head.weight = embedding.weight, or give "
-                "each values of its own: tensor.clone()."
+                f"{one.name} and {other.name} share memory, and one of them is frozen; tie them "
+                "by holding the same parameter, as in head.weight = embedding.weight, or copy the "
+                "values of one: tensor.clone()."
             )
         if one.tensor in preferred and other.tensor in preferred:
             raise ValueError(
-                f"the optimizers have {one.name} and {other.name}, which show the same memory: it "
-                "would be stepped twice. Tie them before the optimizer is made: let both modules "
+                f"the optimizers have {one.name} and {other.name}, which share memory: it would "
+                "be stepped twice. Tie them before the optimizer is created: let both modules "
                 "hold the same parameter, as in head.weight = embedding.weight."
             )
         return cls(other, one) if other.tensor in preferred else cls(one, other)
@@ -118,12 +127,12 @@ class _Tie:
     @property
     def text(self) -> str:
         return (
-            f"{self.kept.name} and {self.dropped.name} show the same memory: they are one "
-            "parameter from now on, with one gradient and one step, as after head.weight = "
-            "embedding.weight."
+            f"{self.kept.name} and {self.dropped.name} share memory: they are now one parameter, "
+            "with one gradient and one step, as after head.weight = embedding.weight."
         )
 
     def make(self, module: nn.Module) -> None:
+        """Replaces the dropped parameter in all modules."""
         for holder in module.modules():
             for key, parameter in list(holder._parameters.items()):
                 if parameter is self.dropped.tensor:
@@ -131,9 +140,9 @@ class _Tie:
 
 
 def alias_texts(module: nn.Module) -> list[str]:
-    """A sentence for each plain attribute of a module that shows memory of a parameter."""
+    """A sentence for each plain attribute of a module that shares memory with a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
-        parameters = list(_shown_by(module))
+        parameters = list(_memory_of(module))
         own = {id(one.tensor) for one in parameters}
         others = [one for one in _attributes_of(module) if id(one.tensor) not in own]
         found: dict[str, str] = {}
@@ -142,28 +151,29 @@ def alias_texts(module: nn.Module) -> list[str]:
                 if one.space == other.space and one.start < other.stop and other.start < one.stop:
                     found.setdefault(other.name, one.name)
     return [
-        f"{attribute} shows memory of {name}, which moves when it is sharded: the attribute keeps "
-        "the values of now. Take it from the parameter where it is used."
+        f"{attribute} shares memory with {name}, whose memory moves when it is sharded: the "
+        "attribute keeps the current values. Compute it from the parameter where it is used."
         for attribute, name in found.items()
     ]
 
 
-# ---------------------------------------------------------------- which memory
+# ---------------------------------------------------------------- memory of tensors
 
 
-def _shown_by(module: nn.Module) -> Iterator[_Shown]:
-    """Of all parameters and buffers, each tensor once."""
+def _memory_of(module: nn.Module) -> Iterator[_MemoryRange]:
+    """Memory of all parameters and buffers, each tensor once."""
     named: list[tuple[str, Tensor]] = [
         (f"parameter {name}", parameter) for name, parameter in module.named_parameters()
     ]
     named += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
     for name, tensor in named:
-        shown = _shown(name, tensor)
-        if shown is not None:
-            yield shown
+        memory = _memory_range(name, tensor)
+        if memory is not None:
+            yield memory
 
 
-def _attributes_of(module: nn.Module) -> Iterator[_Shown]:
+def _attributes_of(module: nn.Module) -> Iterator[_MemoryRange]:
+    """Memory of all tensors in plain attributes of modules, and in their lists and dicts."""
     for path, holder in module.named_modules():
         for key, value in vars(holder).items():
             if key in ("_parameters", "_buffers", "_modules"):
@@ -172,12 +182,13 @@ def _attributes_of(module: nn.Module) -> Iterator[_Shown]:
             values = values if isinstance(value, (dict, list, tuple)) else [value]
             for one in values:
                 name = f"attribute {path}.{key}" if path else f"attribute {key}"
-                if isinstance(one, Tensor) and (shown := _shown(name, one)) is not None:
-                    yield shown
+                memory = _memory_range(name, one) if isinstance(one, Tensor) else None
+                if memory is not None:
+                    yield memory
 
 
-def _shown(name: str, tensor: Tensor) -> _Shown | None:
-    """None where it has no memory of its own that can be looked at."""
+def _memory_range(name: str, tensor: Tensor) -> _MemoryRange | None:
+    """Memory of a strided tensor; None if it has no accessible memory of its own."""
     if has_placement(tensor) or is_lazy(tensor) or tensor.layout is not torch.strided:
         return None
     if not tensor.numel():
@@ -191,36 +202,40 @@ def _shown(name: str, tensor: Tensor) -> _Shown | None:
         return None
     space = (str(tensor.device), storage._cdata if tensor.is_meta else 0)
     start = base + int(tensor.storage_offset()) * tensor.element_size()
-    return _Shown(name, tensor, space, start, start + _extent(tensor) * tensor.element_size())
+    stop = start + _extent(tensor) * tensor.element_size()
+    return _MemoryRange(name, tensor, space, start, stop)
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements of memory from the first to the last of `tensor`."""
+    """Elements of memory from the first to the last element of `tensor`."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
-def _check_each_element_once(shown: _Shown) -> None:
-    tensor = shown.tensor
+def _check_each_element_once(memory: _MemoryRange) -> None:
+    tensor = memory.tensor
     if tensor.requires_grad and _extent(tensor) < tensor.numel():
         raise ValueError(
-            f"{shown.name} of shape {tuple(tensor.shape)} shows elements of its memory several "
-            "times, as expand() makes it, and no optimizer can step it; give it memory for each: "
+            f"{memory.name} of shape {tuple(tensor.shape)} contains elements of its memory "
+            "several times, as after expand(), and no optimizer can step it; make it contiguous: "
             "nn.Parameter(values.contiguous()), or expand the parameter in forward."
         )
 
 
-def _pairs(shown: list[_Shown]) -> Iterator[tuple[_Shown, _Shown]]:
-    """Those that share an element, one of them a parameter; each with the first that it shares."""
-    order = {id(one): index for index, one in enumerate(shown)}
-    reach: list[_Shown] = []  # those that may go on beyond the next start
-    for one in sorted(shown, key=lambda one: (one.space, one.start, order[id(one)])):
+def _pairs(memory: list[_MemoryRange]) -> Iterator[tuple[_MemoryRange, _MemoryRange]]:
+    """Pairs that share an element, where the first one (in the order of `memory`) is a parameter.
+
+    Several equal ranges give a pair with the first of them each.
+    """
+    order = {id(one): index for index, one in enumerate(memory)}
+    reach: list[_MemoryRange] = []  # ranges that may extend beyond the next start
+    for one in sorted(memory, key=lambda one: (one.space, one.start, order[id(one)])):
         reach = [other for other in reach if other.space == one.space and other.stop > one.start]
         is_new = True
         for other in reach:
             first, second = sorted((one, other), key=lambda one: order[id(one)])
             if isinstance(first.tensor, nn.Parameter) and first.overlaps(second):
                 yield first, second
-                is_new &= not first.is_as(second)
+                is_new &= not first.matches(second)
         if is_new:
             reach.append(one)

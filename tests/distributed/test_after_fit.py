@@ -24,7 +24,7 @@ from tests.fitting import arrays, make_trainer, run_once, settings
 from tests.models import GPTModule
 
 SAVED = "last-step-4.ckpt"
-TEXT = "left out when training ended"
+TEXT = "dropped when training ended"
 
 
 def _fit(spec, world_size, **options):

@@ -35,7 +35,7 @@ def _train(rank, world_size, stage, library, storages):
         assert len(codes) == 2
         if param_dtype is not None:
             alone_dtype = getattr(torch, param_dtype)
-            alone = None  # rounded elsewhere than a plain module: codes alone are compared
+            alone = None  # rounding differs from a plain module: only codes are compared
         for number in range(3):
             x = X + number
             engine.backward(module(x if alone else x.to(alone_dtype)).square().mean())
@@ -80,10 +80,10 @@ def _fit(rank, world_size, spec, library, source, target, max_epochs, base_seed)
 @LIBRARY
 def test_a_run_is_resumed_with_the_codes_and_scales_that_were_saved(tmp_path, library):
     first, second = (str(tmp_path / name) for name in ("first", "second"))
-    # bitsandbytes makes the mean of the scales anew for saving: no other weights can be loaded.
+    # bitsandbytes recomputes the mean of the scales for saving: no other weights can be loaded.
     seeds = (0, 0) if library == "bitsandbytes" else (1, 2)
     run_ranks(2, _fit, settings(3), library, None, first, 1, 0, has_group=False)
-    # Other weights are quantised in the module that resumes: those of the checkpoint count.
+    # The module that resumes has quantised other weights; those of the checkpoint are used.
     spec = settings(2, checkpoint="sharded")
     run_ranks(2, _fit, spec, library, first, second, 2, seeds[0], has_group=False)
     last = (settings(3), library, second, None, 3, seeds[1])

@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors step as without sharding, or are refused by name."""
+"""Optimizers that step full tensors step as without sharding, or are refused by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUCKETS = {"reduce_bucket_size": 2**13}  # several for the modules of these test
 
 
 def fit_all(rank, world_size, spec, cases):
-    """By case, its outcome."""
+    """Trains each case; returns the results by case."""
     outcomes = {}
     for name in cases:
         factory, options = CASES[name]
@@ -42,7 +42,7 @@ CELLS = [(3, 1), (2, 2), (3, 3)]
 REST = [(1, 1), (2, 1), (1, 2), (3, 2), (1, 3), (2, 3)]
 
 
-@pytest.mark.shows("optimizers that read full tensors: Muon, Adafactor, LAMB")
+@pytest.mark.shows("optimizers that step full tensors: Muon, Adafactor, LAMB")
 @pytest.mark.parametrize(
     ("stage", "world_size"),
     [*CELLS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in REST)],
@@ -52,8 +52,8 @@ def test_losses_and_parameters_equal_ddp(stage, world_size):
     ours = run_ranks(world_size, fit_all, spec, list(CASES), has_group=False, timeout_s=120)
     expected = run_once(world_size, fit_all, "ddp", list(CASES))
     if world_size > 2:
-        # torch's Muon rounds gradients to bfloat16: a last bit of one, from adding up three ranks
-        # in another order, becomes 2^-9 of it. Stages 1 to 3 add up in the same order.
+        # Muon of torch rounds gradients to bfloat16: a difference in the last bit, from a sum of
+        # three ranks in another order, becomes 2^-9 of the gradient. Stages 1 to 3 use one order.
         other = settings(1 if stage == 3 else 3, **BUCKETS)
         rounded = run_once(world_size, fit_all, other, [ROUNDED])
         expected = [{**theirs, **own} for theirs, own in zip(expected, rounded, strict=True)]
@@ -71,7 +71,7 @@ CHAIN = [(1, 2, "full"), (3, 3, "sharded"), (2, 1, "full"), (3, 2, "sharded"), (
 
 
 class SavingAtStart(Callback):
-    """Saves what has just been loaded, and what there is when training ends."""
+    """Saves a checkpoint when training starts and when it ends."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -84,7 +84,7 @@ class SavingAtStart(Callback):
 
 
 def _train_on(rank, world_size, spec, sources, folder, max_epochs):
-    """By case, resumes from its source; the parameters when training ended."""
+    """Resumes each case from its source; returns the final parameters by case."""
     states = {}
     for name, source in sources.items():
         seed_everything(7 if source is None else 50, verbose=False)
@@ -99,7 +99,7 @@ def _train_on(rank, world_size, spec, sources, folder, max_epochs):
 
 
 def opened(path, name):
-    """Its parameters, and for each optimizer the states by parameter name."""
+    """Parameters, and states of each optimizer by parameter name."""
     module = RESUMED[name]()
     built = module.configure_optimizers()
     names = {p: key for key, p in module.named_parameters()}
@@ -154,7 +154,7 @@ def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_
 
 
 def _states_and_unsharded(rank, world_size, stage):
-    """What the full form and `close` give, beside the optimizer of one process."""
+    """States in the full checkpoint, after `close`, and of the optimizer of one process."""
     factory, _ = CASES["Adafactor"]
     torch.manual_seed(0)
     module, alone = factory().gpt, factory().gpt
@@ -173,7 +173,7 @@ def _states_and_unsharded(rank, world_size, stage):
     report = engine.memory_report()
     states = sum(v.numel() * v.element_size() for s in expected.state.values() for v in s.values())
     parameters = 8 * sum(p.numel() for p in alone.parameters())
-    # What other ranks own is estimated from what this one does: some rank may have no vector.
+    # The states of other ranks are estimated from those of this rank, which may own no vector.
     assert report.data_parallel_bytes == pytest.approx(parameters + states, rel=0.02)
     owned = len(optimizer.state)
     engine.close()
@@ -224,8 +224,8 @@ def _fit_each_precision(rank, world_size, spec):
 
 def test_main_parameters_are_stepped_as_full_tensors_under_lower_precisions():
     sharded = run_ranks(2, _fit_each_precision, settings(3, **BUCKETS), has_group=False)
-    whole = run_once(2, _fit_each_precision, settings(0, **BUCKETS))
-    for ours, expected in zip(sharded, whole, strict=True):
+    replicated = run_once(2, _fit_each_precision, settings(0, **BUCKETS))
+    for ours, expected in zip(sharded, replicated, strict=True):
         for precision, outcome in expected.items():
             assert len(set(outcome.losses)) > 1
             np.testing.assert_allclose(ours[precision].losses, outcome.losses, rtol=1e-2)
@@ -244,7 +244,7 @@ def _refuse(rank, world_size, stage):
     module = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2))
     first, second = module[0].parameters(), module[1].parameters()
     engine = Engine(module, [torch.optim.AdamW(first)], config)
-    with pytest.raises(ValueError, match=r"Lamb must step whole tensors, and 1.weight was cut"):
+    with pytest.raises(ValueError, match=r"Lamb must step full tensors, but 1.weight was sharded"):
         engine.attach(Lamb(second))
     engine.close()
     module = nn.ModuleList([nn.Linear(4, 5), nn.Linear(140, 130).requires_grad_(False)])
@@ -254,7 +254,7 @@ def _refuse(rank, world_size, stage):
     engine = Engine(module, [optimizer], config)
     optimizer.add_param_group({"params": [module[1].requires_grad_(True).weight]})
     engine.backward(module[0](torch.ones(2, 4)).sum())
-    with pytest.raises(ValueError, match=r"FactoredFrom must step whole tensors, and 0.weight"):
+    with pytest.raises(ValueError, match=r"FactoredFrom must step full tensors, but 0.weight"):
         engine.step()
 
 
@@ -264,7 +264,7 @@ def test_optimizers_that_cannot_be_sharded_are_refused_by_name(stage):
 
 
 def _thaw(rank, world_size):
-    """A part that no optimizer had at first is given to it later."""
+    """Gives a layer that no optimizer had at first to an optimizer later."""
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)) for _ in range(2)]
     modules[1].load_state_dict(modules[0].state_dict())

@@ -29,7 +29,7 @@ X = torch.linspace(-2, 2, 48).view(6, 8)
 
 
 def assert_equal_bits(one, other):
-    """Two trees of states, with what is inside of quantised tensors."""
+    """Compares two trees of states, including the inner tensors of quantised ones."""
     one, other = flatten_composites(one), flatten_composites(other)
     if isinstance(other, dict):
         assert set(one) == set(other)
@@ -47,7 +47,7 @@ def assert_equal_bits(one, other):
 
 
 def _train(module, optimizers, engine, number):
-    """A step on the same data on every rank, so that the mean gradient has the bits of one."""
+    """Steps on the same data on every rank, so that the mean gradient has the bits of one."""
     loss = module(X + number).square().mean()
     engine.backward(loss) if engine else loss.backward()
     for optimizer in optimizers:
@@ -103,11 +103,11 @@ CHAIN = [(1, 2, "full"), (3, 2, "sharded"), (0, 1, "sharded"), (3, 1, "full")]
 
 
 def _fit(rank, world_size, spec, kinds, source, folder, max_epochs):
-    """By kind, the parameters after `max_epochs`; saves when training begins and when it ends."""
+    """Trains `max_epochs`, saving at start and end; returns the parameters by kind."""
     torch.serialization.add_safe_globals([Blocks])
     states = {}
     for kind in kinds:
-        builder_of(kind)  # which makes its classes known to torch.load
+        builder_of(kind)  # registers its classes for torch.load
         torch.manual_seed(0)
         module = BlockModule(kind, ranks=2, batch_size=4, num_batches=2)
         trainer = make_trainer(spec, max_epochs=max_epochs)
@@ -122,7 +122,7 @@ def _fit(rank, world_size, spec, kinds, source, folder, max_epochs):
 
 def _opened(path, kind):
     module = BlockModule(kind)
-    builder_of(kind)  # which makes its classes known to torch.load
+    builder_of(kind)  # registers its classes for torch.load
     numbers = {name: i for i, (name, _) in enumerate(module.named_parameters())}
     checkpoint = open_checkpoint(path)
     (states,) = checkpoint["optimizer_states"]
@@ -150,7 +150,7 @@ def test_a_run_resumes_from_full_and_sharded_checkpoints_with_the_same_states(tm
     (expected,) = run_once(1, _fit, "auto", kinds, None, None, len(CHAIN))
     for kind, state in expected.items():
         for key, value in state.items():
-            # Other rounding of a mean gradient may be another code in a state.
+            # A mean gradient that is rounded differently may change a code of a state.
             np.testing.assert_allclose(results[0][kind][key], value, atol=2e-3, err_msg=key)
 
 

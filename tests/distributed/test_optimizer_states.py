@@ -1,4 +1,4 @@
-"""What users see of an optimizer's state between steps, and what they do to it."""
+"""Users read, edit, save and load the states of an optimizer between steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Net(nn.Module):
-    """With a parameter without dimensions, and one that is smaller than the number of ranks."""
+    """Has a 0-dim parameter, and one with fewer elements than ranks."""
 
     def __init__(self):
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 
 def data(step, rank=None):
-    """The batch of one rank, or of both."""
+    """Batch of one rank, or of both ranks."""
     x = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
     return x if rank is None else x[3 * rank : 3 * rank + 3]
 
@@ -84,11 +84,11 @@ def _replace(loop):
     loop.optimizer.state = defaultdict(dict)
 
 
-def _set_whole(loop):
+def _set_full(loop):
     for parameter in loop.net.parameters():
         shape = loop.optimizer.state[parameter]["exp_avg"].shape
-        whole = torch.arange(shape.numel(), dtype=torch.float32).view(shape) / 100
-        loop.optimizer.state[parameter]["exp_avg"] = whole
+        full = torch.arange(shape.numel(), dtype=torch.float32).view(shape) / 100
+        loop.optimizer.state[parameter]["exp_avg"] = full
 
 
 def _load_back(loop):
@@ -103,7 +103,7 @@ def _norms(loop):
         group["lr"] /= 1 + scale
 
 
-EDITS = [_zero, _scale, _clear, _replace, _set_whole, _load_back, _norms]
+EDITS = [_zero, _scale, _clear, _replace, _set_full, _load_back, _norms]
 NVME = OffloadConfig(device="nvme", nvme_path=".")
 TIERS = [
     (1, {}),
@@ -152,11 +152,11 @@ def _look(rank, world_size, stage):
         for key, value in state.items():
             own = shown["state"][number][key]
             assert own.shape == value.shape
-            whole = own.full_tensor() if hasattr(own, "full_tensor") else own
-            torch.testing.assert_close(whole, value)
+            full = own.full_tensor() if hasattr(own, "full_tensor") else own
+            torch.testing.assert_close(full, value)
     with pytest.raises(RuntimeError, match=r"trainer.save_checkpoint.*engine.optimizer_state"):
         torch.save(shown, io.BytesIO())
-    with pytest.raises(RuntimeError, match="cannot be pickled while an engine holds it"):
+    with pytest.raises(RuntimeError, match="cannot be pickled while it is attached"):
         pickle.dumps(loop.optimizer.state)
     saved = loop.engine.optimizer_state(loop.optimizer)
     assert bool(saved) == (rank == 0)
@@ -173,12 +173,12 @@ def test_states_are_seen_as_full_tensors_and_saved_as_the_errors_recommend(stage
 
 
 def nadam(parameters):
-    """Keeps products of its momenta, numbers of one parameter."""
+    """NAdam, which keeps a product of momenta: one number per parameter."""
     return torch.optim.NAdam(parameters, lr=0.05, eps=1e-3)
 
 
 def asgd(parameters):
-    """Keeps rates of its own, numbers of one parameter."""
+    """ASGD, which keeps its own rates: one number per parameter."""
     return torch.optim.ASGD(parameters, lr=0.05, t0=1)
 
 

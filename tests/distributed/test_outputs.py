@@ -1,4 +1,4 @@
-"""What a module does with the outputs of its units, and with their inputs, before backward."""
+"""Modules change the outputs and inputs of their units in place before backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Way = Callable[[nn.ModuleList, Tensor], Tensor]
 
 
 class Uses(nn.Module):
-    """Two linear layers, each its own unit, and what stands between them."""
+    """Two linear layers, each a unit, with a use of the outputs between them."""
 
     def __init__(self, way: Way, layer: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Begins(nn.Module):
 
 
 class Writes(nn.Module):
-    """A layer that returns nothing and writes what it computes into what it was given."""
+    """A layer that returns nothing and writes its result into its argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ WAYS: list[tuple[Way, Callable[[], nn.Module]]] = [
 
 
 class Together(nn.Module):
-    """All of `WAYS`, each with layers of its own."""
+    """All of `WAYS`, each with its own layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_in_place_changes_of_unit_inputs_and_outputs_train_as_in_plain_torch(sta
     run_ranks(2, _train, stage)
 
 
-def _units_left_whole(rank: int, world_size: int) -> list[str]:
+def _units_left_unsharded(rank: int, world_size: int) -> list[str]:
     module = Uses(between(lambda x: x), Begins)
     sgd = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = Engine(module, [sgd], ZeroConfig(stage=3))
@@ -235,4 +235,4 @@ def _units_left_whole(rank: int, world_size: int) -> list[str]:
 
 
 def test_a_unit_that_writes_to_its_input_is_resharded_after_each_backward():
-    assert run_ranks(1, _units_left_whole) == [[]]
+    assert run_ranks(1, _units_left_unsharded) == [[]]

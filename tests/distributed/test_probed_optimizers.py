@@ -1,4 +1,4 @@
-"""Optimizers as they come: with states, of double precision, with options that change in a run."""
+"""Optimizers with states, in double precision, or with options that change in a run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_optimizers_of_doubles_with_states_train_and_take_groups_in_a_run(stage)
 
 
 class Decaying(torch.optim.SGD):
-    """Decays weights by the norm of each tensor, where it decays at all."""
+    """Decays weights by the norm of each tensor, if weight decay is on."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -88,7 +88,7 @@ def _change_options(rank, world_size):
         engine.step()
     optimizer.param_groups[0]["weight_decay"] = 0.1
     engine.backward(module(torch.ones(2, 4)).sum())
-    with pytest.raises(ValueError, match="Decaying must step whole tensors, and weight was cut"):
+    with pytest.raises(ValueError, match="Decaying must step full tensors, but weight was sharded"):
         engine.step()
 
 

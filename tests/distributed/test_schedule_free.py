@@ -33,7 +33,7 @@ CASES = slow_but(
 
 
 class ScheduleFreeModule(Recorder):
-    """Says `train` and `eval` to its optimizer as the package's examples do."""
+    """Calls `train` and `eval` of its optimizer like the examples of the package."""
 
     def __init__(self, name, is_closure=False, mode="eval", path=None, **options):
         super().__init__(ranks=2, **options)
@@ -97,7 +97,7 @@ def test_a_schedule_free_optimizer_swaps_masters_of_mixed_precision(stage):
 
 
 def _two_fits(folder, first, second, mode):
-    """Trains one epoch, saves in `mode`, and goes on: (world size, strategy) of each."""
+    """Trains one epoch, saves in `mode`, and resumes: (world size, strategy) of each."""
     path = str(folder / "one.ckpt")
     ranks, spec = first
     factory = partial(ScheduleFreeModule, "AdamW", mode=mode, path=path)
@@ -129,11 +129,11 @@ def test_a_schedule_free_run_is_resumed_from_either_mode(tmp_path, first, second
 
 
 class Methods(torch.optim.SGD):
-    """SGD with methods of its own, elementwise and others."""
+    """SGD with further methods, elementwise and others."""
 
     @torch.no_grad()
     def shrink(self, factor):
-        """Elementwise; returns how many parameters there are."""
+        """Elementwise; returns the number of parameters."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.data = p.data * factor
@@ -142,13 +142,13 @@ class Methods(torch.optim.SGD):
 
     @torch.no_grad()
     def normalize(self):
-        """Looks at whole tensors."""
+        """Uses full tensors."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.div_(p.norm())
 
     def scale_gradients(self):
-        """Looks at gradients."""
+        """Uses gradients."""
         for group in self.param_groups:
             for p in group["params"]:
                 p.grad.mul_(2)
@@ -182,7 +182,7 @@ def _methods(rank, world_size, stage, options):
     )
     with pytest.raises(RuntimeError, match=r"Methods.normalize\(\) runs '.*norm' on this rank's"):
         optimizer.normalize()
-    with pytest.raises(RuntimeError, match=r"Methods.scale_gradients\(\) looks at parameter.grad"):
+    with pytest.raises(RuntimeError, match=r"Methods.scale_gradients\(\) uses parameter.grad"):
         optimizer.scale_gradients()
     expected = KeyError if rank == 1 else RuntimeError
     with pytest.raises(expected, match="of this rank"):

@@ -1,4 +1,4 @@
-"""`p.grad` before a step and `p.data` at rest: answered as for whole tensors, or a clear error."""
+"""Operations on sharded `p.grad` and `p.data` act on the full tensor, or raise a clear error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad, gathere
 from lightning_zero.tensors.sharded import ShardedTensor
 from tests.distributed.ranks import run_ranks
 
-WORLD_SIZE = 3  # the second weight has an empty part on one of the ranks
+WORLD_SIZE = 3  # one rank has an empty shard of the second weight
 
 
 class Net(nn.Module):
@@ -43,15 +43,15 @@ def build(stage, **options):
 
 
 def backward(net, reference, engine, rank, world_size, step=0):
-    """The same gradients on both."""
+    """Computes the same gradients on both."""
     engine.backward(net(inputs(rank, step)))
     mean = sum(reference(inputs(other, step)) for other in range(world_size)) / world_size
     mean.backward()
 
 
-def whole(value):
+def full(value):
     if isinstance(value, (list, tuple)):
-        return [whole(item) for item in value]
+        return [full(item) for item in value]
     return value.full_tensor() if isinstance(value, ShardedTensor) else value
 
 
@@ -60,8 +60,8 @@ def same(ours, expected):
         return all(same(a, b) for a, b in zip(ours, expected, strict=True))
     if not isinstance(expected, torch.Tensor):
         return type(ours) is type(expected) and ours == pytest.approx(expected)
-    is_alike = ours.shape == expected.shape and ours.dtype == expected.dtype
-    return is_alike and torch.allclose(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    has_same_type = ours.shape == expected.shape and ours.dtype == expected.dtype
+    return has_same_type and torch.allclose(ours, expected, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def mask(t):
@@ -114,7 +114,7 @@ ELEMENTWISE = {
     "functions": lambda g, p: [g.sign(), g.clamp(-0.1, 0.1), g.exp(), torch.maximum(g, 2 * g)],
     "torch.max of two": lambda g, p: torch.max(g, mask(g)),
     "dtypes": lambda g, p: [g.double(), g.bfloat16(), g.to(torch.float64), g.half().float()],
-    "alike": lambda g, p: [torch.zeros_like(g), torch.ones_like(g), torch.full_like(g, 2.0)],
+    "like": lambda g, p: [torch.zeros_like(g), torch.ones_like(g), torch.full_like(g, 2.0)],
     "copies": lambda g, p: [g.clone(), g.detach(), copy.deepcopy(g), g.contiguous()],
     "shapes": lambda g, p: [g.view(-1), g.flatten(), g.unsqueeze(0), g[None], g.reshape(1, -1)],
     "random": lambda g, p: [seeded(torch.randn_like, g), seeded(torch.rand_like, g)],
@@ -145,7 +145,7 @@ def _answer(rank, world_size, stage, options):
                 ):
                     with torch.no_grad():
                         try:
-                            if not same(whole(function(*ours)), whole(function(*expected))):
+                            if not same(full(function(*ours)), full(function(*expected))):
                                 wrong.append((part, title, name))
                         except RuntimeError as error:
                             wrong.append((part, title, name, str(error)))
@@ -168,7 +168,7 @@ def test_operations_on_gradients_and_data_in_files_act_on_the_full_tensor():
 
 
 def _mixed(rank, world_size, stage):
-    """16-bit parameters: the data at rest is the master, in full precision."""
+    """16-bit parameters: sharded data are the main parameters, in full precision."""
     net, reference, _, engine = build(stage, param_dtype=torch.bfloat16)
     engine.backward(net(inputs(rank).bfloat16()))
     for p, q in zip(net.parameters(), reference.parameters(), strict=True):
@@ -176,7 +176,7 @@ def _mixed(rank, world_size, stage):
         assert p.grad.dtype == expected.dtype == torch.float32
         torch.testing.assert_close(p.grad.norm(), expected.norm())
         with torch.no_grad():
-            product = whole(p.grad * p)
+            product = full(p.grad * p)
         torch.testing.assert_close(product, expected * q, rtol=1e-2, atol=1e-3)
         if stage == 3:
             torch.testing.assert_close(p.data.norm(), q.data.norm())
@@ -188,7 +188,7 @@ def test_gradients_of_16_bit_parameters_equal_the_full_gradients(stage):
     run_ranks(2, _mixed, stage)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refused operations
 
 REFUSED = {
     "mean of rows": lambda t: t.mean(dim=1),
@@ -222,7 +222,7 @@ REFUSED = {
 }
 
 
-REFUSED_OF_DATA = ("too small", "normal", "apply", "map")  # for the others it is gathered
+REFUSED_OF_DATA = ("too small", "normal", "apply", "map")  # the others gather the values
 
 
 def _refuse(rank, world_size, stage):
@@ -297,7 +297,7 @@ def normalize(p):
     p.grad /= p.grad.norm() + 1e-6
 
 
-def set_whole(p):
+def set_full(p):
     p.grad = mask(p)
 
 
@@ -342,7 +342,7 @@ CHANGES = [
     scale_data,
     clip_each,
     normalize,
-    set_whole,
+    set_full,
     set_expanded,
     set_sparse_mask,
     set_none,
@@ -354,7 +354,7 @@ CHANGES = [
 
 
 def _change(rank, world_size, stage, options):
-    """By change: whether two steps, of which each is clipped after it, are those of one process."""
+    """Whether two clipped steps equal those of one process, by change."""
     wrong = []
     for change in CHANGES:
         net, reference, optimizer, engine = build(stage, **options)
@@ -461,7 +461,7 @@ def test_a_backward_through_a_sharded_gradient_is_an_error(stage):
 
 
 class SAM:
-    """Sharpness-aware minimization (Foret et al., 2021), as it is written by hand."""
+    """Sharpness-aware minimization (Foret et al., 2021), written by hand."""
 
     def __init__(self, net, optimizer, rho=0.05):
         self.net, self.optimizer, self.rho = net, optimizer, rho
@@ -485,7 +485,7 @@ class SAM:
 
 
 class SAMOfData(SAM):
-    """Likewise, with copies of the data."""
+    """The same with copies of the data."""
 
     @torch.no_grad()
     def climb(self):
@@ -528,7 +528,7 @@ def test_sharpness_aware_minimization_by_hand_equals_one_process(recipe, stage):
 
 
 class WithAverage(nn.Module):
-    """A module with a frozen average of itself, which is cut at other places."""
+    """A module with a frozen average of itself, which is sharded differently."""
 
     def __init__(self):
         super().__init__()
@@ -565,7 +565,7 @@ AVERAGED = [average_data, average_parameters, average_by_lerp, average_by_foreac
 
 
 def _average(rank, world_size, stage, of_what):
-    """Steps of which each is averaged by hand, in every way."""
+    """Averages after each step by hand, in every way."""
     torch.manual_seed(0)
     module = WithAverage()
     reference = copy.deepcopy(module)
@@ -577,7 +577,7 @@ def _average(rank, world_size, stage, of_what):
     averages = {
         "deepcopy": list(module.average.parameters()),
         "clones": after_set_up,
-        "whole clones": before_set_up,
+        "full clones": before_set_up,
     }[of_what]
     expected = list(reference.average.parameters()) if of_what == "deepcopy" else clones
     theirs = torch.optim.SGD(reference.net.parameters(), lr=0.1, momentum=0.9)
@@ -597,14 +597,14 @@ def _average(rank, world_size, stage, of_what):
     if of_what == "deepcopy":
         with gathered(module):
             averages = [average.detach().clone() for average in averages]
-    for a, b in zip(map(whole, averages), expected, strict=True):
+    for a, b in zip(map(full, averages), expected, strict=True):
         torch.testing.assert_close(a, b.detach(), rtol=1e-5, atol=1e-6)
     for ours, a, p in zip(distances, expected, reference.net.parameters(), strict=True):
         torch.testing.assert_close(ours, (a - p).norm().detach(), rtol=1e-4, atol=1e-6)
     engine.close()
 
 
-@pytest.mark.parametrize("of_what", ["deepcopy", "clones", "whole clones"])
+@pytest.mark.parametrize("of_what", ["deepcopy", "clones", "full clones"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_average_by_hand_equals_one_process(stage, of_what):
     run_ranks(WORLD_SIZE, _average, stage, of_what)

@@ -120,7 +120,7 @@ def test_freezing_and_unfreezing_between_steps_equals_one_process(stage):
 
 
 class Normalized(torch.optim.Optimizer):
-    """A user's own optimizer: each tensor's update has norm lr, as LAMB and LARS have."""
+    """Optimizer of a user: the update of each tensor has norm lr, similar to LAMB and LARS."""
 
     def __init__(self, params, lr=1e-2):
         super().__init__(params, {"lr": lr})
@@ -139,7 +139,7 @@ class Normalized(torch.optim.Optimizer):
 
 
 class SignMomentum(Normalized):
-    """A user's own elementwise optimizer (Lion)."""
+    """Elementwise optimizer of a user (Lion)."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -158,7 +158,7 @@ class SignMomentum(Normalized):
 
 
 class OptimizerModule(MLPModule):
-    """Only matrices, for Muon; any optimizer."""
+    """Matrices only, for Muon, with any optimizer."""
 
     def __init__(self, build, **kwargs):
         super().__init__(**kwargs)
@@ -186,7 +186,7 @@ ELEMENTWISE = {
     ),
     "a user's": SignMomentum,
 }
-LOOK_AT_WHOLE_TENSORS = {
+FULL_TENSOR_OPTIMIZERS = {
     "Muon": partial(torch.optim.Muon, lr=1e-2),
     "Adafactor": torch.optim.Adafactor,
     "LBFGS": torch.optim.LBFGS,
@@ -204,9 +204,9 @@ def test_elementwise_optimizers_equal_ddp(optimizer, stage):
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-@pytest.mark.parametrize("optimizer", list(LOOK_AT_WHOLE_TENSORS))
+@pytest.mark.parametrize("optimizer", list(FULL_TENSOR_OPTIMIZERS))
 def test_full_tensor_optimizers_are_exact_or_refused_by_name_before_training(optimizer, stage):
-    factory = partial(OptimizerModule, LOOK_AT_WHOLE_TENSORS[optimizer], ranks=2, num_batches=5)
+    factory = partial(OptimizerModule, FULL_TENSOR_OPTIMIZERS[optimizer], ranks=2, num_batches=5)
     results = run_ranks(2, fit_or_refusal, settings(stage), factory, has_group=False)
     if isinstance(results[0], tuple):
         for text, num_losses in results:
