@@ -74,7 +74,7 @@ MODELS = {
     ),
     "a further layer at the end": (
         lambda rank: layers(4, 8, 4, *[4] * rank),
-        r"parameter 2\.weight: it is missing on rank 0 and is there on rank 1",
+        r"parameter 2\.weight: it is missing on rank 0 and present on rank 1",
     ),
     "another dtype": (
         lambda rank: layers(4, 8, 4).to(torch.float64 if rank else torch.float32),
@@ -162,11 +162,11 @@ OPTIMIZERS = {
     ),
     "fewer parameters": (
         lambda module, rank: [SGD(list(module.parameters())[rank:], lr=0.1)],
-        r"parameter 0\.weight in optimizer 0: it is there on rank 0 and is missing on rank 1",
+        r"parameter 0\.weight in optimizer 0: it is present on rank 0 and missing on rank 1",
     ),
     "one more": (
         lambda module, rank: [SGD(layer.parameters(), lr=0.1) for layer in module[: 1 + rank]],
-        r"optimizer 1: it is missing on rank 0 and is there on rank 1",
+        r"optimizer 1: it is missing on rank 0 and present on rank 1",
     ),
 }
 SETTINGS = {
@@ -351,7 +351,7 @@ def test_a_trainer_whose_ranks_differ_ends_on_all_with_the_first_difference(stag
     ("what", "meant"),
     [
         ("shape", "Linear.weight, number 1 of what configure_model has built: shape is (4096, 1)"),
-        ("layer", "of what configure_model has built: it is there on rank 0 and is missing on"),
+        ("layer", "of what configure_model has built: it is present on rank 0 and missing on"),
         ("uses", "Linear.weight, number 4 of what configure_model has built: shape is (64, 64) on"),
     ],
 )
