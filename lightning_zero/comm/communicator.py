@@ -1,4 +1,4 @@
-"""Collectives of the data plane, on process groups along the axes of a `Mesh`.
+"""Collectives of the data plane, on process groups of its own.
 
 An engine has two planes, each on process groups of its own, because Lightning and the user use
 WORLD:
@@ -101,7 +101,7 @@ class Communicator:
         self.scratch = ScratchPool(device)
         self._timeout = timeout
         self._group: Any = None  # the data plane's group of all ranks
-        self._groups: list[Any] = []  # `_group` and those along the axes, in order of destruction
+        self._groups: list[Any] = []  # `_group`, shard and replica groups, in order of destruction
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
         self._is_aborted = False  # this rank has called `abort`
@@ -142,7 +142,7 @@ class Communicator:
             self._groups = [self._group]
 
     def _open_axes(self) -> None:
-        """Makes the groups along the axes of the mesh, in one order on all ranks. Collective."""
+        """Makes shard groups and replica groups, in one order on all ranks. Collective."""
         mesh, shard = self.mesh, self._group
         gather = replica = None
         if self._group is not None:
@@ -339,7 +339,7 @@ class Communicator:
         """Destroys the engine's groups. Not collective: ranks may close at different times."""
         self._close_groups()
         if not self.can_regroup:  # the watchdog is the communicator's own
-            self.control.watchdog.leave()
+            self.control.watchdog.finish()
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:

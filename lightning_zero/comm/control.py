@@ -46,13 +46,16 @@ _EXIT_S = 2.0  # time for the thread to end with the process
 
 
 class PeerFailedError(DesynchronizedError):
-    """Another rank failed in a shared operation, after which all ranks continue; says how."""
+    """Another rank failed in a shared operation, after which all ranks continue.
+
+    The text names the rank and its error.
+    """
 
 
 class GlooControlPlane:
     """Control plane over gloo.
 
-    Every method is collective (every rank, same order) unless its docstring says "Local".
+    Every method is collective (every rank, same order) unless it is marked "Local".
     """
 
     watchdog: Watchdog  # reports failures of other ranks; set before the first message

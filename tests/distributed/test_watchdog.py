@@ -411,7 +411,7 @@ def test_a_report_groups_ranks_with_equal_status():
         "what:",
         "  ranks 0-1, 3: in forward of blocks.1; waits for the gather of blocks.1 (31 s)",
         "    a.py:3 in f",
-        "  rank 2: no answer: it has ended, is stopped, or its node is out of reach",
+        "  rank 2: no answer: it has ended, is stopped, or its node cannot be reached",
     ]
 
 
@@ -425,7 +425,7 @@ def test_a_report_groups_ranks_with_equal_status():
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
         ("sys.exit(3)", "ended with exit code 3"),
         ("raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
-        ("sys.exit()", "has come to the end of its script"),
+        ("sys.exit()", "reached the end of its script"),
     ],
 )
 def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
@@ -522,9 +522,9 @@ def _write_nonsense(rank, world_size):
     logging.getLogger("lightning_zero.comm.peers").addHandler(shown)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
+        for key in ("nonsense/log/0", "nonsense/log/1", "exits/0"):
             store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
-        store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
+        store.set("lightning_zero/nonsense/log/2", '{"kind": "dead"}')
         store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
     dist.barrier()
     watchdog = Watchdog("nonsense", rank=rank, size=world_size)
@@ -658,7 +658,8 @@ def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
     watchdog = Watchdog("alone", rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
-    with pytest.raises(DesynchronizedError, match="in vain"), watchdog.waiting("an object"):
+    expected = pytest.raises(DesynchronizedError, match="timed out waiting")
+    with expected, watchdog.waiting("an object"):
         raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
@@ -668,5 +669,5 @@ def test_there_is_nothing_to_watch_without_other_ranks():
         pass
     with pytest.raises(PeerAbortedError), watchdog.waiting("nobody"):
         raise PeerAbortedError
-    watchdog.leave()
+    watchdog.finish()
     watchdog.stop()
