@@ -30,7 +30,7 @@ def test_nothing_is_kept_while_it_is_off():
     assert recording.hits == 0
     assert not recorder.is_on
     recorder.span(Kind.STEP, "between").end()
-    assert not recorder._over
+    assert not recorder._finished
 
 
 def test_started_it_stays_on_and_a_window_drops_what_was_over_before_it():
@@ -41,7 +41,7 @@ def test_started_it_stays_on_and_a_window_drops_what_was_over_before_it():
             recorder.span(Kind.STEP, "before").end()
         under_way = recorder.span(Kind.STEP, "under way")
         recorder.begin(number)
-        assert not recorder._over
+        assert not recorder._finished
         under_way.end()
         assert [span.name for span in recorder.end().spans] == ["under way"]
         assert recorder.is_on
