@@ -70,7 +70,7 @@ def test_a_path_that_is_missing_or_a_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"does not exist; is the disk.*{tmp_path}/no"):
         NvmeStore(tmp_path / "no", rank=0)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=f"is no directory.*{tmp_path}/file"):
+    with pytest.raises(NotADirectoryError, match=f"is not a directory.*{tmp_path}/file"):
         NvmeStore(tmp_path / "file", rank=0)
 
 
@@ -104,7 +104,7 @@ def test_a_file_system_without_o_direct_is_used_and_named_once(mounted, filled, 
         stores = [NvmeStore(disk, rank=rank) for rank in range(3)]
     assert [store.is_direct for store in stores] == [False] * 3
     (message,) = [str(warning.message) for warning in caught]
-    assert f"{disk} (ramfs) refuses O_DIRECT" in message
+    assert f"{disk} (ramfs) does not support O_DIRECT" in message
     file, back = stores[1].create("state", 4 * PAGE), filled(4 * PAGE)
     file.write(0, filled(4 * PAGE, 6))
     file.read(0, back).wait()
@@ -119,9 +119,9 @@ def test_a_truncated_file_is_an_error_and_never_read_as_zeros(store, filled):
     os.truncate(file.path, 16 * PAGE)
     fails_clearly(file, r"cannot (read|write) \d+ bytes at offset \d+: another process cut")
     # Our own writes may not make it look whole again.
-    with pytest.raises(OSError, match=r"cannot write 4096 bytes at offset 258048.*cut the file to"):
+    with pytest.raises(OSError, match=r"cannot write 4096 bytes at offset 258048.*truncated the file to"):
         file.write(63 * PAGE, filled(PAGE)).wait()
-    with pytest.raises(OSError, match="another process cut the file to"):
+    with pytest.raises(OSError, match="another process truncated the file to"):
         file.read(32 * PAGE, filled(PAGE)).wait()
 
 
