@@ -240,8 +240,8 @@ class Watchdog:
 
     def _timeout_error(self, name: str) -> DesynchronizedError:
         return DesynchronizedError(
-            f"rank {self._rank} timed out waiting for {name}: the other ranks did not reach the "
-            "same point. Every rank must run forward and backward together, with equally many "
+            f"rank {self._rank} waited for {name} without success: the other ranks did not reach "
+            "the same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
             f"would run on one rank alone).\n{DESYNC_HINT}"
         )
