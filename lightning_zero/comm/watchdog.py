@@ -234,11 +234,11 @@ class Watchdog:
                 if _is_connection_error(error):  # it may arrive before the report of its cause
                     self.wait_for_failure()
                     self.raise_if_failed(error)
-                    raise self._timeout_error(name) from error
+                    raise self._desync_error(name) from error
                 self.raise_if_failed(error)
                 raise  # an error of this rank alone, such as one of pickling
 
-    def _timeout_error(self, name: str) -> DesynchronizedError:
+    def _desync_error(self, name: str) -> DesynchronizedError:
         return DesynchronizedError(
             f"rank {self._rank} waited for {name} without success: the other ranks did not reach "
             "the same point. Every rank must run forward and backward together, with equally many "
