@@ -45,11 +45,11 @@ def _judge(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
     rounds.reserve(8)
 
-    def judge(heard):
+    def check(heard):
         others = rounds.run_round([], b"%d" % rank).mask  # one more round, in the same thread
         return ValueError(f"{heard.numbers} {others[:1]!r} {threading.current_thread().name}")
 
-    found = [rounds.begin([rank], judge=judge).result(), rounds.run_round([rank], judge=judge)]
+    found = [rounds.begin([rank], check=check).result(), rounds.run_round([rank], check=check)]
     assert [str(heard.error) for heard in found] == [
         "[0] b'2' zero-rounds",
         "[0] b'2' MainThread",
