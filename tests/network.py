@@ -20,12 +20,12 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Host:
-    """One of them.
+    """Host in a network namespace of this machine.
 
     Attributes:
-        name: Of the namespace; also the host name that processes see there.
-        address: IPv4.
-        hosts_file: Names of all, for `/etc/hosts`.
+        name: Name of the namespace, and the host name that its processes see.
+        address: IPv4 address.
+        hosts_file: File with the names of all hosts, for `/etc/hosts`.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Host:
     hosts_file: Path
 
     def command(self, *words: str) -> list[str]:
-        """`words` as a process on this host; its pid is that of the process started."""
+        """Returns a command that runs `words` on this host, as the process that is started."""
         # Not `ip netns exec`, which remounts /sys and so hides the cgroups from slurmd.
         script = f'hostname {self.name}; mount --bind "{self.hosts_file}" /etc/hosts; exec "$@"'
         enter = ["nsenter", f"--net=/run/netns/{self.name}", "unshare", "--uts", "--mount"]
@@ -41,7 +41,7 @@ class Host:
 
 
 def why_no_hosts() -> str | None:
-    """The reason why this machine cannot have such hosts; None where it can."""
+    """Returns the reason why this machine cannot have such hosts; None if it can."""
     missing = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)} (apt-get install iproute2 util-linux)"
@@ -60,8 +60,8 @@ def hosts(num_hosts: int, folder: Path, *, megabits_per_s: int | None = None) ->
     """Makes the hosts, yields them, and removes them with all processes on them.
 
     Args:
-        num_hosts: How many.
-        folder: Where the file with their names goes.
+        num_hosts: Number of hosts.
+        folder: Folder of the file with their names.
         megabits_per_s: Bandwidth in each direction; None: not limited.
 
     Yields:

@@ -14,11 +14,11 @@ __all__ = ["Store", "register"]
 
 
 class Store(DirFileSystem):
-    """Files of a folder. What it is asked for is counted, and it can be out of order."""
+    """Files of a folder. Counts the bytes that are read, and can be made to fail."""
 
     protocol = "store"
-    num_read = 0  # bytes, of this process
-    broken = ""  # names that cannot be written end with it
+    num_read = 0  # bytes that this process has read
+    broken = ""  # suffix of the names that cannot be written
 
     def __init__(self, **options: Any) -> None:
         local = LocalFileSystem(auto_mkdir=True, skip_instance_cache=True)
@@ -40,5 +40,5 @@ class Store(DirFileSystem):
 
 
 def register() -> None:
-    """Lets this process know the protocol."""
+    """Registers the protocol in this process."""
     fsspec.register_implementation("store", Store, clobber=True)

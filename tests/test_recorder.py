@@ -1,4 +1,4 @@
-"""A recorder cuts windows out of what it is told, and keeps nothing while it is off."""
+"""A recorder splits spans into windows, and keeps nothing while it is off."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def test_nothing_is_kept_while_it_is_off():
     assert recording.hits == 0
     assert not recorder.is_on
     recorder.span(Kind.STEP, "between").end()
-    assert not recorder._over
+    assert not recorder._finished
 
 
-def test_started_it_stays_on_and_a_window_drops_what_was_over_before_it():
+def test_after_start_it_stays_on_and_a_window_drops_spans_that_ended_before_it():
     recorder = Recorder()
     recorder.start()
     for number in range(2):
@@ -41,7 +41,7 @@ def test_started_it_stays_on_and_a_window_drops_what_was_over_before_it():
             recorder.span(Kind.STEP, "before").end()
         under_way = recorder.span(Kind.STEP, "under way")
         recorder.begin(number)
-        assert not recorder._over
+        assert not recorder._finished
         under_way.end()
         assert [span.name for span in recorder.end().spans] == ["under way"]
         assert recorder.is_on
@@ -74,7 +74,7 @@ def test_a_span_has_its_times_bytes_and_names():
     assert recording.exposed_s(Kind.READ) == pytest.approx(waited.seconds)
 
 
-def test_what_is_under_way_at_the_end_is_in_both_windows_and_its_bytes_in_the_first():
+def test_a_span_in_flight_at_the_end_is_in_both_windows_and_its_bytes_in_the_first():
     recorder = Recorder()
     recorder.start()
     recorder.span(Kind.WRITE, "over before").end()
@@ -126,7 +126,7 @@ def test_threads_record_side_by_side_and_waits_of_background_threads_do_not_coun
     assert sum(span.is_wait for span in recording.spans) == 500
 
 
-def test_in_backward_the_next_layer_ends_the_one_before_it_and_the_phase_all_of_them():
+def test_in_backward_a_layer_ends_the_previous_one_and_a_phase_ends_all():
     recorder = Recorder()
     recorder.begin(0)
     recorder.begin_phase(Kind.FORWARD)
@@ -162,8 +162,8 @@ def test_one_process_records_its_computation(stage):
         engine.step()
         engine.zero_grad()
         recording = engine.recorder.end()
-    whole = [s for s in recording.spans if s.name == "" and s.kind.is_compute]
-    assert [span.kind for span in whole] == [Kind.FORWARD, Kind.BACKWARD]
+    passes = [s for s in recording.spans if s.name == "" and s.kind.is_compute]
+    assert [span.kind for span in passes] == [Kind.FORWARD, Kind.BACKWARD]
     assert {span.name for span in recording.of(Kind.STEP)} == {b.plan.name for b in engine.buckets}
     assert recording.waited_s < recording.seconds
     engine.close()
@@ -192,9 +192,9 @@ def test_a_backward_inside_a_forward_interrupts_it():
             engine.step()
             engine.zero_grad()
     recording = engine.recorder.end()
-    whole = [s for s in recording.spans if s.name == "" and s.kind.is_compute]
-    assert [s.kind for s in whole] == [*[Kind.FORWARD, Kind.BACKWARD] * 2, Kind.FORWARD]
-    assert all(a.stop_s <= b.start_s for a, b in pairwise(whole))
+    passes = [s for s in recording.spans if s.name == "" and s.kind.is_compute]
+    assert [s.kind for s in passes] == [*[Kind.FORWARD, Kind.BACKWARD] * 2, Kind.FORWARD]
+    assert all(a.stop_s <= b.start_s for a, b in pairwise(passes))
     engine.close()
 
 

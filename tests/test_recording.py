@@ -1,4 +1,4 @@
-"""A recording tells what was hidden and what was waited for."""
+"""A recording measures hidden and exposed time."""
 
 import json
 
@@ -44,7 +44,7 @@ def test_nothing_is_hidden_while_the_computation_waits_for_something_else():
     assert window.hidden_s(Kind.REDUCE_SCATTER) == pytest.approx(1.0)
 
 
-def test_a_wait_for_a_step_of_its_own_is_no_wait_for_others():
+def test_a_wait_for_its_own_step_is_no_wait_for_other_ranks():
     window = recording(
         Span(Kind.STEP, "a", 0.0, 3.0),
         Span(Kind.STEP, "a", 2.0, 3.0, is_wait=True),

@@ -1,4 +1,4 @@
-"""How flat tensors move between ranks: peer to peer on gloo, else by collectives of the backend."""
+"""Backends of the data plane: peer to peer on gloo, else the backend's own collectives."""
 
 from __future__ import annotations
 
@@ -26,40 +26,42 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
-Source = Tensor | Callable[[Tensor], object]  # 1-D, or what fills a 1-D tensor on any stream
-SplitSizes = Sequence[int] | None  # elements of each rank's part; None: all alike
+Source = Tensor | Callable[[Tensor], object]  # 1-D, or a function that fills a 1-D tensor
+SplitSizes = Sequence[int] | None  # elements of each rank's shard; None: all equal
 
 
 class Backend:
-    """How the data plane moves flat tensors. This one itself moves none: its groups are gone."""
+    """Interface of a backend; itself the null backend that is used after `close`."""
 
     def fill(
-        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
     ) -> None:
-        """Takes this rank's part of `whole` from `source`, before its gather."""
+        """Copies this rank's shard from `source` into `buffer`, before its all-gather."""
 
-    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        """Fills `whole` in place from every rank's own part."""
-        raise _closed()
+    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
+        """Fills `buffer` in place from the shards of all ranks."""
+        raise _closed_error()
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        """Leaves this rank's part of the mean in `out`, and anything in `whole`."""
-        raise _closed()
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+    ) -> Pending:
+        """Writes this rank's shard of the mean to `out`; the content of `buffer` is lost."""
+        raise _closed_error()
 
-    def all_reduce(self, whole: Tensor) -> Pending:
-        """Averages `whole` in place."""
-        raise _closed()
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """Averages `tensor` in place."""
+        raise _closed_error()
 
     def wait_for_uploads(self) -> None:
-        """Waits until `fill` has copied what it was given."""
+        """Waits until the copies that `fill` has issued are done."""
 
 
-def _closed() -> RuntimeError:
-    return RuntimeError("the engine is closed; no collective is possible any more.")
+def _closed_error() -> RuntimeError:
+    return RuntimeError("the engine is closed; it can run no collective. Make a new Engine.")
 
 
 def backend_for(device: torch.device) -> str:
-    """The backend for tensors of `device`: the default group may have one for each kind."""
+    """Returns the backend for tensors on `device`; the default group may have one per device."""
     backend = str(dist.get_backend()) if has_world() else "undefined"
     if backend != "undefined":
         return backend
@@ -67,19 +69,19 @@ def backend_for(device: torch.device) -> str:
 
 
 @dataclass
-class _UnderWay:
-    """A collective, its tensors alive until it has arrived, and what remains to be done then."""
+class _AsyncCollective:
+    """A collective in flight: keeps its tensors alive, and finishes the result in `wait`."""
 
     works: list[Any]  # gloo's handles
     tensors: tuple[Tensor, ...] = ()
-    finish: Callable[[], object] | None = None
-    event: streams.Event | None = None  # of a side stream, for which the current one waits
+    finish: Callable[[], object] | None = None  # called once, after the works are done
+    event: streams.Event | None = None  # end on a side stream; the current stream waits for it
     marks: tuple[Mark, Mark] | None = None
 
     def wait(self) -> None:
-        while self.works:  # gloo's may be waited for once only, also if a later one fails
+        while self.works:  # gloo's works may be waited for once only, even if a later one fails
             self.works.pop(0).wait()
-        finish, self.finish = self.finish, None  # once only: it may send, too
+        finish, self.finish = self.finish, None  # once only: it may also communicate
         if finish is not None:
             finish()
         if self.event is not None:
@@ -91,15 +93,15 @@ class GlooBackend(Backend):
     """Direct sends between every pair of ranks, for gloo.
 
     Gloo's own reduce-scatter clones its input and runs a full all-reduce, and its all-gather copies
-    through a staging buffer. Here every rank sends each peer its part and adds what it receives, so
-    that P(N-1)/N elements leave each rank, nothing is copied, and the sum is made in rank order, in
-    the dtype of the result, the same on every run. An all-reduce is gloo's own, which goes on in
-    its threads whether anybody waits or not.
+    through a staging buffer. Here every rank sends each peer its shard and adds the shards that it
+    receives. So P(N-1)/N elements leave each rank, nothing is copied, and the sum is computed in
+    rank order, in the dtype of the result, the same on every run. An all-reduce is gloo's, which
+    continues in gloo's threads whether a thread waits for it or not.
 
-    Alternatives considered: `all_to_all_single` (a copy more), broadcasts for the gather (as fast
-    on one machine, but N collectives whose roots take turns). For the all-reduce a reduction and a
-    gather peer to peer: the gather could begin only when somebody waits, and ranks that wait at
-    different points of a backward would wait for each other.
+    Alternatives considered: `all_to_all_single` (one more copy); broadcasts for the all-gather (as
+    fast on one machine, but N collectives with alternating roots); for the all-reduce, a
+    reduce-scatter and an all-gather peer to peer: the all-gather could begin only in `wait`, and
+    ranks that wait at different points of a backward would wait for each other.
     """
 
     def __init__(self, group: Any, rank: int, size: int) -> None:
@@ -107,64 +109,68 @@ class GlooBackend(Backend):
         self._rank = rank
         self._size = size
         self.scratch = ScratchPool(torch.device("cpu"))  # gloo receives into CPU memory only
-        # Tags pair messages: gathers count in even numbers, reductions in odd ones.
+        # Tags pair messages: all-gathers use even numbers, reduce-scatters odd ones.
         self._gather_tag = 0
         self._reduce_tag = 1
 
     def fill(
-        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
     ) -> None:
-        own = _part(whole, self._rank, self._size, split_sizes)
+        own = _shard(buffer, self._rank, self._size, split_sizes)
         if isinstance(source, Tensor):
             own.copy_(source)
         else:
             source(own)
 
-    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
+    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
         if self._size == 1:
-            return _UnderWay([])
-        if whole.device.type != "cpu":
-            return self._staged(whole, lambda cpu: self.all_gather(cpu, split_sizes), whole.copy_)
-        parts = _parts(whole, self._size, split_sizes)
+            return _AsyncCollective([])
+        if buffer.device.type != "cpu":
+            return self._via_cpu(
+                buffer, lambda cpu: self.all_gather(cpu, split_sizes), buffer.copy_
+            )
+        shards = _shards(buffer, self._size, split_sizes)
         self._gather_tag += 2
-        works = self._trade([parts[self._rank]] * self._size, parts, self._gather_tag)
-        return _UnderWay(works, (whole,))
+        works = self._exchange([shards[self._rank]] * self._size, shards, self._gather_tag)
+        return _AsyncCollective(works, (buffer,))
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+    ) -> Pending:
         if self._size == 1:
-            return _UnderWay([], (whole, out), lambda: _mean_in_rank_order([whole], out))
-        if whole.device.type != "cpu":
+            return _AsyncCollective([], (buffer, out), lambda: _mean_in_rank_order([buffer], out))
+        if buffer.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
-            return self._staged(
-                whole,
+            return self._via_cpu(
+                buffer,
                 lambda cpu: self.reduce_scatter(cpu, total, split_sizes),
                 lambda _: out.copy_(total),
             )
-        parts = _parts(whole, self._size, split_sizes)
-        own = parts[self._rank]
+        shards = _shards(buffer, self._size, split_sizes)
+        own = shards[self._rank]
         received = [
             own if peer == self._rank else self.scratch.acquire(own.numel(), own.dtype)
             for peer in range(self._size)
         ]
         self._reduce_tag += 2
-        works = self._trade(parts, received, self._reduce_tag)
+        works = self._exchange(shards, received, self._reduce_tag)
 
         def finish() -> None:
             _mean_in_rank_order(received, out)
-            for peer, part in enumerate(received):
+            for peer, shard in enumerate(received):
                 if peer != self._rank:
-                    self.scratch.release(part)
+                    self.scratch.release(shard)
 
-        return _UnderWay(works, (whole, out), finish)
+        return _AsyncCollective(works, (buffer, out), finish)
 
-    def all_reduce(self, whole: Tensor) -> Pending:
+    def all_reduce(self, tensor: Tensor) -> Pending:
         if self._size == 1:
-            return _UnderWay([])
-        work = dist.all_reduce(whole, group=self._group, async_op=True)
-        return _UnderWay([work], (whole,), lambda: whole.mul_(1 / self._size))
+            return _AsyncCollective([])
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        return _AsyncCollective([work], (tensor,), lambda: tensor.mul_(1 / self._size))
 
-    def _trade(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
-        """Posts `sends[peer]` to and `receives[peer]` from each peer, the next neighbour first."""
+    def _exchange(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
+        """Posts a send of `sends[peer]` and a receive of `receives[peer]`, nearest rank first."""
         works = []
         for step in range(1, self._size):
             source = (self._rank - step) % self._size
@@ -174,37 +180,37 @@ class GlooBackend(Backend):
             works.append(self._group.send([sends[target]], target, tag))
         return works
 
-    def _staged(
-        self, whole: Tensor, run: Callable[[Tensor], Pending], finish: Callable[[Tensor], object]
+    def _via_cpu(
+        self, buffer: Tensor, run: Callable[[Tensor], Pending], finish: Callable[[Tensor], object]
     ) -> Pending:
-        """Runs on a CPU copy: gloo sends and receives CPU memory only."""
-        staged = whole.to("cpu")
+        """Runs a collective on a CPU copy, because gloo sends and receives CPU memory only."""
+        staged = buffer.to("cpu")
         pending = run(staged)
 
         def copy_back() -> None:
             pending.wait()
             finish(staged)
 
-        return _UnderWay([], (whole, staged), copy_back)
+        return _AsyncCollective([], (buffer, staged), copy_back)
 
 
-def _parts(whole: Tensor, size: int, split_sizes: SplitSizes) -> list[Tensor]:
-    """Every rank's part of a flat tensor, views: equal ones, or as long as `split_sizes` says."""
-    return list(whole.chunk(size) if split_sizes is None else whole.split(list(split_sizes)))
+def _shards(buffer: Tensor, size: int, split_sizes: SplitSizes) -> list[Tensor]:
+    """Returns every rank's shard of a flat tensor, as views."""
+    return list(buffer.chunk(size) if split_sizes is None else buffer.split(list(split_sizes)))
 
 
-def _part(whole: Tensor, rank: int, size: int, split_sizes: SplitSizes) -> Tensor:
-    """One rank's part, without views of the others."""
+def _shard(buffer: Tensor, rank: int, size: int, split_sizes: SplitSizes) -> Tensor:
+    """Returns one rank's shard, without creating views of the others."""
     if split_sizes is None:
-        numel = whole.numel() // size
-        return whole.narrow(0, rank * numel, numel)
-    return whole.narrow(0, sum(split_sizes[:rank]), split_sizes[rank])
+        numel = buffer.numel() // size
+        return buffer.narrow(0, rank * numel, numel)
+    return buffer.narrow(0, sum(split_sizes[:rank]), split_sizes[rank])
 
 
 def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
-    """Writes the mean of `terms` to `out`, added from rank 0 up; `out` may be one of the terms.
+    """Writes the mean of `terms` to `out`, added in rank order; `out` may be one of the terms.
 
-    The terms are receive buffers and this rank's own part, whose contents are no longer needed.
+    The terms are receive buffers and this rank's own shard; their contents are lost.
     """
     if len(terms) == 1:
         if out.data_ptr() != terms[0].data_ptr():
@@ -225,22 +231,24 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
 class DeviceBackend(Backend):
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
-    Parts of different lengths go through the calls that take lists: NCCL has one broadcast or
-    reduction for each of them, issued together.
+    Shards of different lengths use the calls that take lists: NCCL issues one broadcast or reduce
+    per shard, in one group.
 
-    Gathers and reductions have a stream each, so that a reduction that waits for a backward does
-    not hold up the gather of the next bucket, and so have copies from the CPU, which overlap the
-    previous gather. Each side stream first waits for the current stream, on which the buffers were
-    allocated and written. These streams have high priority: other ranks wait for what they do.
+    All-gathers and reductions have a stream each, so that a reduction that waits for a backward
+    does not delay the all-gather of the next bucket. Copies from the CPU have one, too, and overlap
+    the previous all-gather. Each side stream first waits for the current stream, on which the
+    buffers were allocated and written. These streams have high priority, because other ranks wait
+    for their work.
 
-    Two communicators are under way at once on one device. Their kernels may wait for each other if
-    the device has not room for both, or starts them in another order on each rank: leave
+    Two communicators are active at once on one device. Their kernels may wait for each other if the
+    device cannot hold both, or starts them in a different order on each rank: leave
     CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1). With NCCL 2.26 or later and
-    NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in the order in which they were issued, which is one
-    order on all ranks (layout/order.py), but for a step that a worker takes. One communicator would
-    be better where memory is short: each takes buffers of its own; NCCL_BUFFSIZE makes them less.
+    NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in the order in which they were issued, which is the
+    same on all ranks (layout/order.py), except for a step that a worker thread runs. One
+    communicator would be better where memory is short: each one allocates its own buffers, which
+    NCCL_BUFFSIZE reduces.
 
-    Without a group this rank is alone, and nothing but copies is left.
+    Without a group this rank is the only one, and only copies remain.
     """
 
     def __init__(
@@ -260,15 +268,15 @@ class DeviceBackend(Backend):
         self._copy_stream = streams.make_stream(device, is_high_priority=True)
         self._gather_stream = streams.make_stream(device, is_high_priority=True)
         self._reduce_stream = streams.make_stream(device, is_high_priority=True)
-        # NCCL scales before it adds, so that a sum of float16 does not overflow.
-        self._has_mean = backend_for(device) == "nccl"
-        self._op = dist.ReduceOp.AVG if self._has_mean else dist.ReduceOp.SUM
+        # NCCL's AVG scales before it adds, so that a sum of float16 does not overflow.
+        self._has_avg = backend_for(device) == "nccl"
+        self._op = dist.ReduceOp.AVG if self._has_avg else dist.ReduceOp.SUM
 
     def fill(
-        self, whole: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
+        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
     ) -> None:
-        own = _part(whole, self._rank, self._size, split_sizes)
-        with self._on(self._copy_stream):
+        own = _shard(buffer, self._rank, self._size, split_sizes)
+        with self._side_stream(self._copy_stream):
             if isinstance(source, Tensor):
                 with self._recorder.copy_span(name, own.nbytes, source.device, own.device):
                     own.copy_(source, non_blocking=True)
@@ -277,56 +285,58 @@ class DeviceBackend(Backend):
         if self._gather_stream is not None and self._copy_stream is not None:
             self._gather_stream.wait_stream(self._copy_stream)
 
-    def all_gather(self, whole: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        with self._on(self._gather_stream):
+    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
+        with self._side_stream(self._gather_stream):
             began = self._recorder.mark()
             if self._group is not None:
-                own = _part(whole, self._rank, self._size, split_sizes)
+                own = _shard(buffer, self._rank, self._size, split_sizes)
                 if split_sizes is None:
-                    _all_gather_single(whole, own, group=self._gather_group)
+                    _all_gather_single(buffer, own, group=self._gather_group)
                 else:
-                    parts = _parts(whole, self._size, split_sizes)
-                    dist.all_gather(parts, own, group=self._gather_group)
-            return self._under_way(self._gather_stream, began, whole)
+                    shards = _shards(buffer, self._size, split_sizes)
+                    dist.all_gather(shards, own, group=self._gather_group)
+            return self._make_pending(self._gather_stream, began, buffer)
 
-    def reduce_scatter(self, whole: Tensor, out: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        with self._on(self._reduce_stream):
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+    ) -> Pending:
+        with self._side_stream(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is None:
-                out.copy_(whole)
-                return self._under_way(self._reduce_stream, began, whole, out)
-            source = whole.to(out.dtype)
+                out.copy_(buffer)
+                return self._make_pending(self._reduce_stream, began, buffer, out)
+            source = buffer.to(out.dtype)
             if split_sizes is None:
                 _reduce_scatter_single(out, source, op=self._op, group=self._group)
             else:
-                parts = _parts(source, self._size, split_sizes)
-                dist.reduce_scatter(out, parts, op=self._op, group=self._group)
-            if not self._has_mean:
+                shards = _shards(source, self._size, split_sizes)
+                dist.reduce_scatter(out, shards, op=self._op, group=self._group)
+            if not self._has_avg:
                 out.mul_(1 / self._size)
-            return self._under_way(self._reduce_stream, began, whole, out)
+            return self._make_pending(self._reduce_stream, began, buffer, out)
 
-    def all_reduce(self, whole: Tensor) -> Pending:
-        with self._on(self._reduce_stream):
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        with self._side_stream(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is not None:
-                dist.all_reduce(whole, op=self._op, group=self._group)
-                if not self._has_mean:
-                    whole.mul_(1 / self._size)
-            return self._under_way(self._reduce_stream, began, whole)
+                dist.all_reduce(tensor, op=self._op, group=self._group)
+                if not self._has_avg:
+                    tensor.mul_(1 / self._size)
+            return self._make_pending(self._reduce_stream, began, tensor)
 
     def wait_for_uploads(self) -> None:
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
 
-    def _on(self, stream: streams.Stream | None) -> AbstractContextManager[Any]:
+    def _side_stream(self, stream: streams.Stream | None) -> AbstractContextManager[Any]:
         if stream is not None:
             stream.wait_stream(streams.current(stream.device))
         return streams.on(stream)
 
-    def _under_way(
+    def _make_pending(
         self, stream: streams.Stream | None, began: Mark | None, *tensors: Tensor
     ) -> Pending:
         ended = self._recorder.mark()
         event = stream.record_event() if stream is not None else None
         marks = (began, ended) if began and ended else None
-        return _UnderWay([], tensors, event=event, marks=marks)
+        return _AsyncCollective([], tensors, event=event, marks=marks)

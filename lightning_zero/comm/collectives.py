@@ -1,19 +1,20 @@
-"""Collectives of the user's own in a forward in which ranks gather other units.
+"""Detects the user's own collectives in a forward in which ranks unshard different units.
 
-[Note: Collectives of the user] A rank that waits in one answers no other rank, and a rank that has
-used fewer units before it comes there while others still ask for theirs. So all ranks come together
-in a round before any issues it: `CollectiveOrder.serve_until`. Those of the strategy, as `self.all_gather`, do so by
-themselves. Those of torch.distributed over all ranks are seen by a `TorchFunctionMode`, for which
-torch's collectives have a place, while code of a forward runs in stage 3: in passes without a
-plan, and in all once one has had a collective. It costs a few microseconds for each call of a torch
-function. It does not see a barrier, which has no tensor; a backward, which torch runs outside of
-such modes; modules with parts in torch.compile; and a first collective in a pass that has a plan by
-then. Before such a one users call `before_collective`. Where ranks wait in a circle all the same,
-their watchdogs end it, and name the cure.
+[Note: Collectives of the user] A rank that waits in a collective answers no other rank, and a rank
+that has used fewer units before the collective gets there while others still request theirs. So all
+ranks enter a round before any of them issues it: `CollectiveOrder.serve_until`. The strategy's own
+calls, such as `self.all_gather`, do so by themselves. Calls of torch.distributed over all ranks are
+intercepted by a `TorchFunctionMode`, which torch's collectives support, while code of a forward
+runs in stage 3: in passes without a recorded schedule, and in all passes once one has had a
+collective. That costs a few microseconds per call of a torch function. The mode does not see: a
+barrier, which has no tensor; a backward, which torch runs outside of such modes; modules with parts
+in torch.compile; and the first collective in a pass that already has a recorded schedule. Before
+those users call `before_collective`. If ranks wait for each other nevertheless, their watchdogs
+end the wait with an error that names this function.
 
-Alternatives considered: functions of torch.distributed replaced by others see those that no engine
-has part in, and miss those that were imported by name; a `TorchDispatchMode` sees every kernel, at
-ten times the cost; a process group in the place of WORLD is more than torch promises to bear.
+Alternatives considered: replacing the functions of torch.distributed also affects code without an
+engine, and misses functions imported by name; a `TorchDispatchMode` sees every kernel, at ten times
+the cost; torch does not support a custom process group in the place of WORLD well enough.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _COLLECTIVES = frozenset(getattr(dist, name) for name in _NAMES if hasattr(dist,
 
 
 class UserCollectiveMode(TorchFunctionMode):
-    """While it is entered, `meet` is called with a user's collective before that is issued.
+    """Mode that calls `before_collective` with the name of a user's collective before it is issued.
 
-    Collectives over all ranks count, but for those that code of the package waits for.
+    Only collectives over all ranks count, and not those that code of this package waits for.
     """
 
-    def __init__(self, meet: Callable[[str], None], watchdog: Watchdog) -> None:
+    def __init__(self, before_collective: Callable[[str], None], watchdog: Watchdog) -> None:
         super().__init__()
-        self._meet = meet
+        self._before_collective = before_collective
         self._watchdog = watchdog
 
     def __torch_function__(
@@ -69,9 +70,9 @@ class UserCollectiveMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _COLLECTIVES and self._is_users(kwargs.get("group")):
-            self._meet(f"torch.distributed.{func.__name__}")
+            self._before_collective(f"torch.distributed.{func.__name__}")
         return func(*args, **kwargs)
 
     def _is_users(self, group: Any) -> bool:
-        """Whether all ranks take part, and no code of the package waits for it."""
+        """Whether all ranks take part in the call, and no code of this package made it."""
         return is_world(group) and not self._watchdog.is_waiting

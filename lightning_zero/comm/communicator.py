@@ -1,10 +1,11 @@
-"""The data plane's collectives: process groups along the axes of a `Mesh`, and what travels there.
+"""Collectives of the data plane, on process groups of its own.
 
-Two planes, each on process groups of the engine's own, for WORLD is Lightning's and the user's:
+An engine has two planes, each on process groups of its own, because Lightning and the user use
+WORLD:
 
-* data: flat buffers, between compute devices, along the axes of a `Mesh`. `GlooBackend` on gloo,
-  `DeviceBackend` elsewhere. Gathers and reductions each have one order on all ranks, but how they
-  interleave may differ by rank, so they share neither message tags nor a process group.
+* data: flat buffers between compute devices, along the axes of a `Mesh`; `GlooBackend` on gloo,
+  `DeviceBackend` otherwise. All-gathers have one order on all ranks, and so have reductions. But
+  they may interleave differently by rank, so they share neither message tags nor a process group.
 * control: integers, masks and objects between CPUs (control.py).
 """
 
@@ -49,29 +50,27 @@ class Communicator:
     Without a process group the world is this process alone.
 
     Args:
-        device: Of the data plane.
-        timeout: Of collectives; None: the backend's.
-        group_size: Ranks that share one set of shards; None: all.
+        device: Device on which the data plane communicates.
+        timeout: Timeout of collectives; None: the backend's.
+        group_size: Number of ranks that share one set of shards; None: all.
         compare: Called on the control plane before any group is made that depends on settings;
-            what it raises, it raises on every rank.
-        watchdog: Tells of the failures of other ranks; None: one of its own.
-        limits: Limits of waiting of a watchdog of its own.
+            its errors are raised on every rank.
+        watchdog: Reports failures of other ranks; None: the communicator makes its own.
+        limits: Limits of waiting for the communicator's own watchdog.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialised.
         ValueError: The group size does not divide the world size.
     """
 
-    rank: int  # in the world, as agreements count
-    size: int  # of the world
-    mesh: Mesh  # which ranks share shards with this one, and which hold the same
-    can_regroup: (
-        bool  # after an exception on one rank all are brought together by `regroup`, or end
-    )
-    recorder: Recorder  # of what goes on in this process
-    control: GlooControlPlane  # what ranks tell each other
-    # Brings the ranks together before a collective on request, and finds out those that do not
-    # come; whoever decides on the order of collectives puts it here.
+    rank: int  # in the world
+    size: int  # number of ranks of the world
+    mesh: Mesh  # ranks that share shards with this one, and ranks that hold the same shard
+    can_regroup: bool  # after an exception on one rank, all ranks call `regroup` or exit
+    recorder: Recorder  # records the collectives and transfers of this process
+    control: GlooControlPlane
+    # Called with the name of a collective on request before it is issued, so that all ranks issue
+    # it together; set by the owner of the collective order.
     before_collective: Callable[[str], object]
 
     def __init__(
@@ -87,8 +86,9 @@ class Communicator:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not has_world() and launched > 1:
             raise RuntimeError(
-                f"{launched} ranks were launched, but there is no process group, so that each "
-                "would train alone; call torch.distributed.init_process_group() before Engine(...)."
+                f"{launched} ranks were launched (WORLD_SIZE), but there is no process group, so "
+                "each rank would train alone; call torch.distributed.init_process_group() before "
+                "Engine(...)."
             )
         if watchdog is not None:
             watchdog.raise_if_failed()
@@ -100,17 +100,16 @@ class Communicator:
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = ScratchPool(device)
         self._timeout = timeout
-        self._group: Any = None  # of all ranks, for data
-        self._groups: list[Any] = []  # that one and those along the axes; as they are destroyed
+        self._group: Any = None  # the data plane's group of all ranks
+        self._groups: list[Any] = []  # `_group`, shard and replica groups, in order of destruction
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
-        self._is_aborted = False  # by this rank
-        self._is_disconnected = False  # nothing collective is possible
+        self._is_aborted = False  # this rank has called `abort`
+        self._is_disconnected = False  # no collective is possible
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
-        name = (
-            "" if self.can_regroup else next_watchdog_name(self.rank)
-        )  # before one rank alone can fail
+        # Named here, before one rank alone can fail: the name counts the watchdogs of each rank.
+        name = "" if self.can_regroup else next_watchdog_name(self.rank)
         self._open_group()
         self.control = GlooControlPlane(
             self.recorder, rank=self.rank, size=self.size, timeout=timeout
@@ -118,7 +117,7 @@ class Communicator:
         if watchdog is None:
             watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
-            end.atexit = False  # the process ends the watch
+            end.atexit = False  # the watchdog ends itself with the process
         self.control.watchdog = watchdog
         watchdog.add_failure_callback(self._disconnect)
         try:
@@ -131,19 +130,19 @@ class Communicator:
         self._open_axes()
 
     def free_scratch(self) -> None:
-        """Frees what was kept for the next reduction."""
+        """Frees the memory that is kept for the next reduction."""
         self.scratch.clear()
         if isinstance(self._backend, GlooBackend):
             self._backend.scratch.clear()
 
     def _open_group(self) -> None:
-        """Collective."""
+        """Makes the group of all ranks. Collective."""
         if has_world():
             self._group = dist.new_group(timeout=self._timeout)
             self._groups = [self._group]
 
     def _open_axes(self) -> None:
-        """Makes the groups along the axes of the mesh, in one order on all ranks. Collective."""
+        """Makes shard groups and replica groups, in one order on all ranks. Collective."""
         mesh, shard = self.mesh, self._group
         gather = replica = None
         if self._group is not None:
@@ -154,93 +153,93 @@ class Communicator:
                 gather, _ = along(mesh.shard_groups())
             if mesh.num_replicas > 1:
                 replica, _ = along(mesh.replica_groups())
-                self._replicas = self._along(replica, mesh.replica_rank, mesh.num_replicas)
+                self._replicas = self._make_backend(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]
-        self._backend = self._along(shard, mesh.shard_rank, mesh.num_shards, gather)
+        self._backend = self._make_backend(shard, mesh.shard_rank, mesh.num_shards, gather)
 
-    def _along(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
+    def _make_backend(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
         if backend_for(self.device) == "gloo":
             return GlooBackend(group, rank, size)
         return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)
 
     def all_gather(
         self,
-        whole: Tensor,
+        buffer: Tensor,
         name: str = "",
         source: Source | None = None,
         split_sizes: SplitSizes = None,
     ) -> Pending:
-        """Fills `whole` (1-D, all shards) in place from the shards of this rank's group.
+        """Fills `buffer` in place from the shards of the ranks of this rank's shard group.
 
         Args:
-            whole: The whole buffer.
-            name: Bucket, for profiler and recorder.
-            source: This rank's shard, where it is not in `whole` yet: 1-D, perhaps in CPU memory;
-                or what fills a 1-D tensor with it, on any stream.
-            split_sizes: Elements of each rank's shard; None: all alike.
+            buffer: The unsharded buffer: 1-D, all shards.
+            name: Name of the bucket, for profiler and recorder.
+            source: This rank's shard, if it is not in `buffer` yet: 1-D, on the device or in CPU
+                memory; or a function that fills a 1-D tensor with it, on any stream.
+            split_sizes: Elements of each rank's shard; None: all equal.
         """
-        sent = _sent(whole.nbytes, self.mesh.num_shards)
+        sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
         if source is not None:
-            self._backend.fill(whole, source, split_sizes, name)
+            self._backend.fill(buffer, source, split_sizes, name)
         return self._issue(
-            Kind.ALL_GATHER, name, sent, self._backend.all_gather, whole, split_sizes
+            Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, split_sizes
         )
 
     def reduce_scatter(
-        self, whole: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
+        self, buffer: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
     ) -> Pending:
-        """Averages `whole` over the group; this rank's shard of the mean lands in `out`.
+        """Averages `buffer` over the shard group; writes this rank's shard of the mean to `out`.
 
         Args:
-            whole: 1-D, all shards. Its content is lost.
-            out: 1-D, shard, in the dtype of the sum. It may be this rank's shard of `whole`.
-            name: See `all_gather`.
-            split_sizes: See there.
+            buffer: 1-D, all shards. Its content is lost.
+            out: 1-D, one shard, in the dtype of the sum. It may be this rank's shard of `buffer`.
+            name: As in `all_gather`.
+            split_sizes: As in `all_gather`.
         """
-        # Elsewhere than peer to peer they travel in the dtype of the sum.
-        dtype = whole.dtype if isinstance(self._backend, GlooBackend) else out.dtype
-        sent = _sent(whole.numel() * dtype.itemsize, self.mesh.num_shards)
+        # Peer to peer sends the buffer's dtype; the backends' own collectives send the sum's.
+        dtype = buffer.dtype if isinstance(self._backend, GlooBackend) else out.dtype
+        sent = _bytes_sent(buffer.numel() * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
-        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, whole, out, split_sizes)
+        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, buffer, out, split_sizes)
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
-        """Averages `shard` (1-D) in place over the ranks that hold the same one."""
+        """Averages `shard` (1-D) in place over the ranks of this rank's replica group."""
         assert self._replicas is not None, "there is one replica"
-        sent = 2 * _sent(shard.nbytes, self.mesh.num_replicas)
+        sent = 2 * _bytes_sent(shard.nbytes, self.mesh.num_replicas)
         return self._issue(Kind.ALL_REDUCE, name, sent, self._replicas.all_reduce, shard)
 
-    def all_reduce(self, whole: Tensor, name: str = "") -> Pending:
-        """Averages `whole` (1-D, num_shards x shard) over ranks in place. One replica only."""
-        assert self.mesh.num_replicas == 1, "what rests whole on every rank has no groups"
-        sent = 2 * _sent(whole.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.ALL_REDUCE, name, sent, self._backend.all_reduce, whole)
+    def all_reduce(self, tensor: Tensor, name: str = "") -> Pending:
+        """Averages `tensor` (1-D, num_shards x shard) over ranks in place; needs one replica."""
+        assert self.mesh.num_replicas == 1, "replicated states have no groups of replicas"
+        sent = 2 * _bytes_sent(tensor.nbytes, self.mesh.num_shards)
+        return self._issue(Kind.ALL_REDUCE, name, sent, self._backend.all_reduce, tensor)
 
     def _issue(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
-        """Issues a collective; a failure of another rank is told where this one waits for it."""
+        """Issues a collective; a failure of another rank is raised where this rank waits."""
         what = f"the {kind.value} of {name}"
         waiting = partial(self.control.watchdog.waiting, what, is_data_transfer=True)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
         is_on_host = self.size > 1 and isinstance(self._backend, GlooBackend)
-        return _Awaited(pending, waiting) if is_on_host else pending
+        return _HostPending(pending, waiting) if is_on_host else pending
 
     def sum_over_shards_(self, tensor: Tensor, name: str = "a sum over shards") -> Tensor:
         """Sums a small tensor over shards in place and waits; the same bits on every rank.
 
-        Replicas hold equal shards, of which the first counts. `name`, what it is of, is the same on
-        every rank.
+        Replicas hold equal shards; those of the first replica count. `name` describes the sum, and
+        is the same on every rank.
         """
         if self.mesh.replica_rank:
             tensor.zero_()
         return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name)
 
     def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
-        """Likewise the elementwise maximum over ranks.
+        """Computes the elementwise maximum over ranks in place and waits.
 
-        A NaN of any rank stays one, which backends do not promise.
+        The result is NaN where any rank has NaN, which backends do not guarantee.
         """
         if not tensor.is_floating_point():
             return self._all_reduce_small(tensor, dist.ReduceOp.MAX, name)
@@ -250,7 +249,7 @@ class Communicator:
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
     def wait_for_cpu_copies(self) -> None:
-        """Waits until copies to the CPU that the current stream was given have arrived. Local."""
+        """Waits until the copies to the CPU on the current stream are done. Local."""
         if self.device.type == "cuda":
             streams.current(self.device).synchronize()
 
@@ -262,7 +261,10 @@ class Communicator:
         return tensor
 
     def open_channel(self) -> Channel:
-        """A new channel for messages beside the collectives, closed by `abort` and `close`."""
+        """Returns a new channel for messages beside the collectives.
+
+        `abort` and `close` close it.
+        """
         group = None
         if self.control.is_open and self.size > 1:
             group = dist.new_group(timeout=self._timeout, backend="gloo")
@@ -272,21 +274,22 @@ class Communicator:
         return channel
 
     def abort(self, error: BaseException | None = None) -> None:
-        """Makes the other ranks fail where they wait for this one, and read of `error`.
+        """Ends the other ranks' waits for this rank with an error that names `error`.
 
-        Does not wait for them.
+        Does not wait for the other ranks.
         """
         if not self.control.is_open or self.size == 1 or self._is_aborted:
             return
         self._is_aborted = True
         self.control.watchdog.abort(error)
-        self._disconnect()  # also where nobody could be told
+        self._disconnect()  # also if the watchdog could not reach the others
         self._close_data()
 
     def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
-        """After an exception, `error`: waits until every rank has come here, makes fresh groups.
+        """Forms new process groups after an exception, `error`, once every rank calls this.
 
-        Returns whether all came in time. If not, no collective is possible any more.
+        Returns:
+            Whether all ranks called in time. If not, no collective is possible any more.
         """
         if self.size == 1:
             return True
@@ -307,10 +310,10 @@ class Communicator:
         return True
 
     def _disconnect(self) -> None:
-        """Whoever waits for another rank waits no longer. From any thread."""
+        """Unblocks all waiters of this rank. From any thread."""
         self._is_disconnected = True
         actions = [self.control.disconnect]
-        if self.control.watchdog.is_unrecoverable:  # else a session under way comes to its end
+        if self.control.watchdog.is_unrecoverable:  # else a session in progress may finish
             actions += [channel.disconnect for channel in self._channels]
         actions.append(partial(disconnect_groups, self._groups))
         for action in actions:
@@ -318,14 +321,14 @@ class Communicator:
                 action()
 
     def wait_for_uploads(self, is_from_cpu: bool) -> None:
-        """Before CPU memory is written to from which gathers copied: waits for the copies."""
+        """Waits for all-gathers' copies from CPU memory, before that memory is overwritten."""
         if is_from_cpu:
             self._backend.wait_for_uploads()
 
     def discard(self, pending: Pending) -> None:
-        """Drops a collective without waiting for others.
+        """Drops a collective without waiting for other ranks.
 
-        Its tensors live on until the next regroup, as its data may still arrive.
+        Its tensors stay alive until the next `regroup`, because its data may still arrive.
         """
         if self.size == 1:
             pending.wait()
@@ -333,10 +336,10 @@ class Communicator:
             self._discarded.append(pending)
 
     def close(self) -> None:
-        """Destroys the engine's groups. Not collective: ranks may come here at different times."""
+        """Destroys the engine's groups. Not collective: ranks may close at different times."""
         self._close_groups()
-        if not self.can_regroup:  # the watch is its own
-            self.control.watchdog.leave()
+        if not self.can_regroup:  # the watchdog is the communicator's own
+            self.control.watchdog.finish()
             self.control.watchdog.stop()
 
     def _close_groups(self) -> None:
@@ -349,7 +352,7 @@ class Communicator:
             channel.close()
         self._backend, self._replicas = Backend(), None
         for group in self._groups:
-            # Those of NCCL are gone once they are cut.
+            # An NCCL group that was disconnected is destroyed already.
             if dist.is_initialized() and not (self._is_disconnected and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
         self._group, self._groups = None, []
@@ -358,27 +361,27 @@ class Communicator:
         if self._group is not None and self.size > 1:
             self.before_collective(name)
             # Offloaded gradients are summed on the CPU.
-            travelling = tensor.to(self.device)
+            on_device = tensor.to(self.device)
             with self.control.waiting(name, kind=Kind.ALL_REDUCE):
-                dist.all_reduce(travelling, op=op, group=self._group)
-            if travelling is not tensor:
-                tensor.copy_(travelling)
+                dist.all_reduce(on_device, op=op, group=self._group)
+            if on_device is not tensor:
+                tensor.copy_(on_device)
         return tensor
 
 
 @dataclass
-class _Awaited:
-    """A collective for which the host waits."""
+class _HostPending:
+    """A collective whose end the host waits for."""
 
     pending: Pending
     waiting: Callable[[], AbstractContextManager[None]]
-    marks: tuple[Mark, Mark] | None = None  # the recorder has had them
+    marks: tuple[Mark, Mark] | None = None  # None: the recorder has read them already
 
     def wait(self) -> None:
         with self.waiting():
             self.pending.wait()
 
 
-def _sent(nbytes: int, size: int) -> int:
-    """Bytes that leave a rank when each of `size` ranks gets, or gives away, all other parts."""
+def _bytes_sent(nbytes: int, size: int) -> int:
+    """Returns the bytes that a rank sends in an all-gather or a reduce-scatter of `nbytes`."""
     return nbytes * (size - 1) // size

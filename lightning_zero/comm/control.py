@@ -1,19 +1,19 @@
-"""The control plane: what ranks tell each other besides data, between CPUs, over gloo.
+"""Control plane of an engine: small messages between the CPUs of all ranks, over gloo.
 
-Rounds of a few integers, small masks and objects, so that all ranks, whatever their group, agree on
-what comes next without making a device wait; and, on a group of its own, what a thread beside the
-training has to agree on.
+Rounds exchange a few integers, small masks and objects, so that all ranks, whatever their group,
+agree on what comes next without making a device wait. `Channel` has a group of its own, for a
+thread beside the training.
 
-[Note: Rounds] In round k every rank says its k-th saying: a few integers, of which all hear the
-lowest of any rank, and bytes, of which all hear the highest. A rank may begin a round and go on; a
-thread carries it through, for its later messages depend on earlier ones. Rounds never overtake each
-other: the k-th saying of one rank meets the k-th of every other, whatever those were for, so that
-ranks which have come to different points find it out.
+[Note: Rounds] In round k every rank sends its k-th vote: a few integers, of which all receive the
+minimum over ranks, and bytes, of which all receive the maximum. A rank may begin a round and go on;
+a thread carries it through, because its later messages depend on earlier ones. Rounds never
+overtake each other: the k-th vote of one rank meets the k-th vote of every other rank, whatever
+they are for, so that desynchronized ranks detect it.
 
-Messages go along a dissemination network: in hop i rank r sends what it has heard to r + 2^i and
-hears from r - 2^i (Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988).
-After ceil(log2 N) hops, for any N, it has heard from all, some of them twice, which neither a
-minimum nor a maximum minds. Receives are posted before the first hop.
+Messages are sent along a dissemination network: in hop i rank r sends what it has received so far
+to r + 2^i and receives from r - 2^i (Hensgen, Finkel and Manber, "Two algorithms for barrier
+synchronization", 1988). After ceil(log2 N) hops, for any N, it has the votes of all ranks, some of
+them twice, which changes neither a minimum nor a maximum. Receives are posted before the first hop.
 """
 
 from __future__ import annotations
@@ -41,18 +41,24 @@ __all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "Rounds"]
 
 _T = TypeVar("_T")
 _Task = tuple[Sequence[int], bytes, RoundCheck | None, "Future[RoundResult]"]
-_FIRST_TAG = 1 << 20  # of nobody else on the group
-_EXIT_S = 2.0  # for the thread to end with the process
+_FIRST_TAG = 1 << 20  # nothing else on the group uses tags from here on
+_EXIT_S = 2.0  # time for the thread to end with the process
 
 
 class PeerFailedError(DesynchronizedError):
-    """Another rank failed where all go on together; the text tells how."""
+    """Another rank failed in a shared operation, after which all ranks continue.
+
+    The text names the rank and its error.
+    """
 
 
 class GlooControlPlane:
-    """Every method is collective where it does not say that it is local: every rank, same order."""
+    """Control plane over gloo.
 
-    watchdog: Watchdog  # tells of the failures of others; set before anything is told
+    Every method is collective (every rank, same order) unless it is marked "Local".
+    """
+
+    watchdog: Watchdog  # reports failures of other ranks; set before the first message
 
     def __init__(
         self, recorder: Recorder, *, rank: int, size: int, timeout: timedelta | None
@@ -66,10 +72,10 @@ class GlooControlPlane:
         self.open()
 
     def open(self) -> None:
-        """Makes the group, where there is a world."""
+        """Makes the process group, if there is a default one."""
         is_alone = self.size == 1
         if has_world():
-            # The fake backend stands for N ranks in one process; gloo would wait for the others.
+            # The fake backend simulates N ranks in one process; gloo would wait for the others.
             backend = "fake" if dist.get_backend() == "fake" else "gloo"
             self._group = dist.new_group(timeout=self._timeout, backend=backend)
             is_alone |= backend == "fake"
@@ -79,14 +85,14 @@ class GlooControlPlane:
 
     @property
     def is_open(self) -> bool:
-        """Local."""
+        """Whether there is a process group. Local."""
         return self._group is not None
 
     @contextmanager
     def waiting(
         self, name: str, *, is_one_way: bool = False, kind: Kind = Kind.AGREE
     ) -> Iterator[None]:
-        """As `Watchdog.waiting`, and recorded as one of `kind`. Local."""
+        """As `Watchdog.waiting`; also records the wait, as one for `kind`. Local."""
         if self.size == 1:
             yield
             return
@@ -97,7 +103,7 @@ class GlooControlPlane:
     # ---------------------------------------------------------------- values
 
     def min_ints(self, values: Sequence[int], name: str = "minimum") -> list[int]:
-        """Elementwise minimum over ranks."""
+        """Returns the elementwise minimum over ranks."""
         if self.size == 1:
             return list(values)
         lowest = torch.tensor(values, dtype=torch.int64)
@@ -106,11 +112,11 @@ class GlooControlPlane:
         return [int(value) for value in lowest.tolist()]
 
     def union(self, mask: Sequence[bool]) -> list[bool]:
-        """Elementwise `or` over ranks."""
+        """Returns the elementwise `or` over ranks."""
         return [bit < 0 for bit in self.min_ints([-int(bit) for bit in mask], "mask")]
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's picklable object, on every rank."""
+        """Returns rank 0's picklable object, on every rank."""
         if self._group is None or self.size == 1:
             return value
         box = [value]
@@ -119,7 +125,7 @@ class GlooControlPlane:
         return box[0]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable object, on every rank."""
+        """Returns every rank's picklable object, by rank, on every rank."""
         if self._group is None or self.size == 1:
             return [value]
         box: list[Any] = [None] * self.size
@@ -128,7 +134,7 @@ class GlooControlPlane:
         return box
 
     def collect_objects(self, value: Any) -> list[Any]:
-        """Every rank's picklable object, by rank, on rank 0; nothing elsewhere."""
+        """Returns every rank's picklable object, by rank, on rank 0; [] on the other ranks."""
         if self._group is None or self.size == 1:
             return [value]
         box: list[Any] | None = None if self.rank else [None] * self.size
@@ -137,7 +143,7 @@ class GlooControlPlane:
         return box or []
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Every rank's numbers, by rank, on every rank: equally many on each."""
+        """Returns every rank's numbers, by rank, on every rank; all ranks pass equally many."""
         if self._group is None or self.size == 1:
             return [list(values)]
         own = torch.tensor(values, dtype=torch.float64)
@@ -150,58 +156,58 @@ class GlooControlPlane:
 
     @property
     def num_rounds(self) -> int:
-        """That this rank has begun since the group was made. Local."""
+        """Number of rounds that this rank has begun since the group was made. Local."""
         return self._rounds.num_begun
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes room for `num_bytes` in every saying, the same on every rank. Local."""
+        """Reserves `num_bytes` in every later vote; the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
         self._rounds.reserve(num_bytes)
 
     def run_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck | None = None
     ) -> RoundResult:
-        """One round: see `Rounds.run_round`. Whoever calls it is `waiting`."""
-        return self._rounds.run_round(numbers, mask, judge)
+        """Runs one round: see `Rounds.run_round`. The caller has entered `waiting`."""
+        return self._rounds.run_round(numbers, mask, check)
 
     def begin_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck
     ) -> Future[RoundResult]:
-        """As `run_round`, but this rank goes on meanwhile; the result is waited for in `waiting`."""
-        return self._rounds.begin(numbers, mask, judge)
+        """As `run_round`, but does not wait; the caller waits for the result in `waiting`."""
+        return self._rounds.begin(numbers, mask, check)
 
     def agree(self, value: int, name: str = "the next round") -> int:
-        """The lowest value, of less than 63 bits, of any rank."""
+        """Returns the minimum of `value`, of less than 63 bits, over ranks."""
         with self.waiting(name):
             return self.run_round([value], b"").numbers[0]
 
     # ---------------------------------------------------------------- failure
 
     def abort_waits(self, error: Exception) -> None:
-        """Lets the other ranks fail, wherever they wait. Local, from any thread."""
+        """Ends all waits of the other ranks with an error. Local, from any thread."""
         if isinstance(error, DesynchronizedError):
             self.watchdog.abort_desynchronized(error)
         else:
             self.watchdog.abort(error)
 
     def peer_failed_error(self, text: str) -> Exception:
-        """What to raise where another rank has failed, and all go on together. Local."""
+        """Returns the error to raise when another rank has failed and all continue. Local."""
         return PeerFailedError(text)
 
     def desync_error(self, text: str) -> Exception:
-        """What to raise where ranks have come to different points. Local."""
+        """Returns the error to raise when ranks have issued different operations. Local."""
         return DesynchronizedError(text)
 
-    # ---------------------------------------------------------------- abort and the end
+    # ---------------------------------------------------------------- abort and close
 
     def disconnect(self) -> None:
-        """Whoever waits here waits no longer. Local, from any thread."""
+        """Unblocks all waiters of this rank. Local, from any thread."""
         group = self._group
         if group is not None:
             disconnect_groups([group])
 
     def close(self) -> None:
-        """Destroys the group. Local: ranks may come here at different times."""
+        """Destroys the process group. Local: ranks may close at different times."""
         group, self._group = self._group, None
         self._rounds.close()
         if group is not None and dist.is_initialized():
@@ -209,48 +215,48 @@ class GlooControlPlane:
 
 
 class Rounds:
-    """The rounds of one group of ranks: see [Note: Rounds]."""
+    """Rounds between the ranks of one process group. See [Note: Rounds]."""
 
     def __init__(self, group: Any, *, rank: int, size: int) -> None:
-        self._group = group  # on gloo; None: this rank is alone
+        self._group = group  # a gloo group; None: this is the only rank
         self._rank = rank
         self._size = size
         self._distances = [1 << hop for hop in range((size - 1).bit_length())] if group else []
-        self._width = 0  # bytes of every saying
+        self._width = 0  # bytes of every vote
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._last: Future[RoundResult] | None = None  # begun last; rounds end in their order
+        self._last: Future[RoundResult] | None = None  # the last round begun; rounds end in order
         self.num_begun = 0
 
     def reserve(self, num_bytes: int) -> None:
-        """From now on all sayings have room for `num_bytes`, the same on every rank. Local."""
+        """Reserves `num_bytes` in every later vote; the same on every rank. Local."""
         self._width = max(self._width, num_bytes)
 
     def run_round(
-        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+        self, numbers: Sequence[int], mask: bytes = b"", check: RoundCheck | None = None
     ) -> RoundResult:
-        """One round, which ends before this returns; inside a `judge` at once.
+        """Runs one round and returns its result. Inside a `check` it runs at once.
 
         Args:
-            numbers: Of less than 63 bits, equally many on every rank.
-            mask: Bytes, at most as many as `reserve` has made room for.
-            judge: Is asked, on every rank, what is wrong with what was heard; in the thread where
-                there is one, so that it is asked also where nobody waits.
+            numbers: Integers of less than 63 bits, equally many on every rank.
+            mask: Bytes, at most as many as `reserve` has reserved.
+            check: Called on every rank with the result; returns the error in it, if any. It runs in
+                the rounds' thread, if there is one, so that it also runs if no caller waits.
         """
         if threading.current_thread() is not self._thread:
             if self._last is not None and not self._last.done():
-                return self.begin(numbers, mask, judge).result()
+                return self.begin(numbers, mask, check).result()
             self.num_begun += 1
-        return self._carry(numbers, mask, judge)
+        return self._carry(numbers, mask, check)
 
     def begin(
-        self, numbers: Sequence[int], mask: bytes = b"", judge: RoundCheck | None = None
+        self, numbers: Sequence[int], mask: bytes = b"", check: RoundCheck | None = None
     ) -> Future[RoundResult]:
-        """As `run_round`, but this rank goes on meanwhile."""
+        """As `run_round`, but does not wait for the result."""
         future: Future[RoundResult] = Future()
         self.num_begun += 1
         if not self._distances:
-            _fulfil(self, numbers, mask, judge, future)
+            _fulfil(self, numbers, mask, check, future)
             return future
         if self._thread is None:
             self._thread = threading.Thread(
@@ -260,11 +266,11 @@ class Rounds:
             weakref.finalize(self, self._tasks.put, None).atexit = False
             end_at_exit(self)
         self._last = future
-        self._tasks.put((numbers, mask, judge, future))
+        self._tasks.put((numbers, mask, check, future))
         return future
 
     def end_with_process(self) -> None:
-        """Ends the thread, also where it waits for a rank that does not come. Local."""
+        """Ends the thread, even if it waits for a rank that does not answer. Local."""
         thread, last = self._thread, self._last
         self.close()
         if thread is not None and thread.is_alive():
@@ -273,35 +279,37 @@ class Rounds:
             thread.join(_EXIT_S)
 
     def close(self) -> None:
-        """Ends the thread, when it has ended the rounds under way. Local; does not wait."""
+        """Ends the thread once the rounds in flight are over. Local; does not wait."""
         self._tasks.put(None)
         self._thread = None
 
-    def _carry(self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None) -> RoundResult:
+    def _carry(self, numbers: Sequence[int], mask: bytes, check: RoundCheck | None) -> RoundResult:
         if self._distances:
             assert len(mask) <= self._width, "see `reserve`"
             with torch.inference_mode(mode=False), torch.device("cpu"):
                 numbers, mask = self._exchange(numbers, mask)
-        heard = RoundResult(list(numbers), mask)
-        return heard if judge is None else heard._replace(error=judge(heard))
+        result = RoundResult(list(numbers), mask)
+        if check is None:
+            return result
+        return result._replace(error=check(result))
 
     def _exchange(self, numbers: Sequence[int], mask: bytes) -> tuple[list[int], bytes]:
         split = 8 * len(numbers)
-        said = torch.zeros(split + self._width, dtype=torch.uint8)
-        lowest, highest = said[:split].view(torch.int64), said[split:]
+        payload = torch.zeros(split + self._width, dtype=torch.uint8)
+        lowest, highest = payload[:split].view(torch.int64), payload[split:]
         lowest.copy_(torch.tensor(numbers, dtype=torch.int64))
         if mask:
             highest[: len(mask)] = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
-        others = [torch.empty_like(said) for _ in self._distances]
+        others = [torch.empty_like(payload) for _ in self._distances]
         receives = [
             self._group.recv([other], (self._rank - distance) % self._size, _FIRST_TAG + hop)
             for hop, (distance, other) in enumerate(zip(self._distances, others, strict=True))
         ]
         sends = []
         for hop, distance in enumerate(self._distances):
-            travelling = said.clone()
+            sent = payload.clone()
             target = (self._rank + distance) % self._size
-            sends.append((self._group.send([travelling], target, _FIRST_TAG + hop), travelling))
+            sends.append((self._group.send([sent], target, _FIRST_TAG + hop), sent))
             receives[hop].wait()
             torch.minimum(lowest, others[hop][:split].view(torch.int64), out=lowest)
             torch.maximum(highest, others[hop][split:], out=highest)
@@ -311,7 +319,7 @@ class Rounds:
 
 
 def _run(rounds: weakref.ref[Rounds], tasks: queue.SimpleQueue[_Task | None]) -> None:
-    """The thread: it keeps no `Rounds` alive while it waits for work."""
+    """Body of the thread, which keeps no `Rounds` alive while it waits for work."""
     while (task := tasks.get()) is not None:
         owner = rounds()
         if owner is None:
@@ -324,23 +332,24 @@ def _fulfil(
     rounds: Rounds,
     numbers: Sequence[int],
     mask: bytes,
-    judge: RoundCheck | None,
+    check: RoundCheck | None,
     future: Future[RoundResult],
 ) -> None:
     try:
-        result = rounds._carry(numbers, mask, judge)
-    except BaseException as error:  # whoever waits raises it
+        result = rounds._carry(numbers, mask, check)
+    except BaseException as error:  # raised where the result is waited for
         future.set_exception(error)
     else:
         future.set_result(result)
 
 
 class Channel:
-    """Picklable values between rank 0 and all ranks, also from a background thread.
+    """Exchange of picklable values between rank 0 and all ranks, also from a background thread.
 
     It has a gloo group of its own. Every method that sends is collective: every rank, same order,
-    one thread at a time (`session`). A rank that dies, or an exception while sending, closes it for
-    all: nobody waits longer than the group's timeout. Made by `Communicator.open_channel`.
+    one thread at a time (`session`). If a rank dies, or an exception is raised while sending, the
+    channel closes on all ranks: no rank waits longer than the group's timeout. Made by
+    `Communicator.open_channel`.
     """
 
     def __init__(self, rank: int, size: int, group: Any | None) -> None:
@@ -357,7 +366,7 @@ class Channel:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Holds the channel; `close` from another thread takes effect at its end."""
+        """Holds the channel; a `close` from another thread takes effect when the session ends."""
         with self._lock:
             try:
                 yield
@@ -366,20 +375,20 @@ class Channel:
                     self._destroy()
 
     def close(self) -> None:
-        """No session begins any more. Not collective; the others fail if they still send."""
+        """Allows no further session. Not collective; other ranks that still send fail."""
         self._is_closed = True
         if self._lock.acquire(blocking=False):
             self._destroy()
             self._lock.release()
 
     def disconnect(self) -> None:
-        """Whoever waits here waits no longer. From any thread."""
+        """Unblocks all waiters of this rank. From any thread."""
         group = self._group
         if group is not None:
             disconnect_groups([group])
 
     def gather(self, value: _T) -> list[_T] | None:
-        """Every rank's value, on rank 0; None elsewhere."""
+        """Returns every rank's value, by rank, on rank 0; None on the other ranks."""
         if self.size == 1:
             return [value]
         box: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -388,7 +397,7 @@ class Channel:
         return box
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
+        """Returns rank 0's value, on every rank."""
         if self.size == 1:
             return value
         box = [value]
@@ -397,42 +406,47 @@ class Channel:
         return box[0]
 
     def attempt(self, action: Callable[[], _T]) -> list[_T] | None:
-        """Calls `action` on every rank: their results, on rank 0. If it fails on one, all fail.
+        """Calls `action` on every rank; if it fails on one rank, all ranks raise.
+
+        Returns:
+            The results by rank on rank 0; None on the other ranks.
 
         Raises:
-            BaseException: That of the first rank that has one, the same on every rank, caused by a
-                `PeerFailedError` that names the rank; but an interruption of this rank always.
+            BaseException: The exception of the lowest rank that failed, the same on every rank,
+                caused by a `PeerFailedError` that names the rank. An interruption of this rank is
+                always raised instead.
         """
         failure: BaseException | None = None
         result: Any = None
         try:
             result = action()
-        except BaseException as error:  # the others are told before it goes on its way
+        except BaseException as error:  # raised below, after all ranks know it
             failure = error
-        portable, said = _portable(failure, self.rank)
-        outcomes = self.gather((result, portable, said))
-        failures = [(error, said) for _, error, said in outcomes or [] if error is not None]
-        first, said = self.broadcast(failures[0] if failures else (None, ""))
+        portable, text = _portable(failure, self.rank)
+        outcomes = self.gather((result, portable, text))
+        failures = [(error, text) for _, error, text in outcomes or [] if error is not None]
+        first, text = self.broadcast(failures[0] if failures else (None, ""))
         if failure is not None and not isinstance(failure, Exception):
-            self.close()  # this rank goes away
+            self.close()  # this rank is about to exit
             raise failure
         if first is not None:
             if failure is not None and repr(failure) == repr(first):
                 raise failure
-            raise first from (failure or PeerFailedError(said))
+            raise first from (failure or PeerFailedError(text))
         return None if outcomes is None else [result for result, *_ in outcomes]
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
         if self._group is None:
             raise RuntimeError(
-                "the ranks were separated by an exception; nothing can be agreed on."
+                "the channel between ranks was closed by an earlier exception on some rank; the "
+                "ranks cannot exchange anything through it any more."
             )
         try:
             yield
         except BaseException:
             self._is_closed = True
-            self._destroy()  # so that the others, who wait for this rank, fail as well
+            self._destroy()  # so that the ranks that wait for this one fail, too
             raise
 
     def _destroy(self) -> None:
@@ -442,14 +456,14 @@ class Channel:
 
 
 def _portable(error: BaseException | None, rank: int) -> tuple[Exception | None, str]:
-    """The exception as another rank can raise it, and what it says of it."""
+    """Returns the exception as another rank can raise it, and a text that names this rank."""
     if error is None:
         return None, ""
-    said = f"rank {rank} raised {summary(error)}"
+    text = f"rank {rank} raised {summary(error)}"
     try:
         copied = pickle.loads(pickle.dumps(error))
     except Exception:
         copied = None
     if isinstance(copied, Exception) and type(copied) is type(error) and str(copied) == str(error):
-        return copied, said
-    return RuntimeError(f"rank {rank} raised {type(error).__name__}: {error}"), said
+        return copied, text
+    return RuntimeError(f"rank {rank} raised {type(error).__name__}: {error}"), text

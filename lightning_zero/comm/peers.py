@@ -1,6 +1,6 @@
-"""The other ranks' processes on this node, as the kernel sees them, and the store of all ranks.
+"""Processes of the other ranks on this node, watched through the kernel, and the ranks' store.
 
-Only the thread of a watchdog uses these.
+Used by the thread of a watchdog only.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = [
     "connect_to_store",
 ]
 
-_LOOK_FOR_S = 120.0  # from the start: all ranks begin about then
-_MEET_S = 3.0  # for rank 0, which begins about now
+_FIND_PEERS_S = 120.0  # from the start: all ranks announce themselves in this time
+_RANK_0_TIMEOUT_S = 3.0  # wait for rank 0 to announce itself
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
 _MAX_PIDS = 2**31
-_LATE_S = 0.05  # of an answer of the store
+_CHECK_S = 0.05  # between checks whether the store has been lost
 _MAX_BEAT_S = 5.0  # between two heartbeats
-_BEATS = 4  # in the time after which a silent rank is lost
+_BEATS = 4  # beats in the time after which a silent rank is lost
 
 _log = logging.getLogger(__name__)
 _Request = tuple["Future[Any]", str, tuple[Any, ...]]
 
 
 def describe_exit(code: int) -> str:
-    """An exit code in words; that of a signal is negative, as in `subprocess`."""
+    """Describes an exit code in words; the code of a signal is negative, as in `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):
@@ -58,17 +58,17 @@ def describe_exit(code: int) -> str:
 
 @dataclass(eq=False)
 class Peer:
-    """A process of another rank."""
+    """Process of another rank."""
 
     rank: int
     pid: int
-    descriptor: int | None = None  # where the kernel has one, and until it has ended
-    exited_at: float | None = None  # when it was found to have ended, time.monotonic()
-    how: str | None = None  # such as "was killed by SIGKILL"; None: nobody has told
+    descriptor: int | None = None  # pidfd, if the kernel has them, until the process has ended
+    exited_at: float | None = None  # time.monotonic() at which its end was found
+    exit_status: str | None = None  # such as "was killed by SIGKILL"; None: not known
 
 
 class Peers:
-    """Finds the processes, and waits for one of them to end. Of one thread, but for `wake`."""
+    """Finds the processes, and waits for one to end. For one thread only, except `wake`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -81,27 +81,28 @@ class Peers:
         self._until = 0.0
 
     def announce(self, rank: int, store: Any) -> None:
-        """Tells the other ranks of this node, also in runs to come, which process this is.
+        """Announces this process to the other ranks of this node, including those of later runs.
 
-        The store may go with rank 0, which must be known by then: the others wait for it.
+        The store may end with rank 0, which must be known before: the other ranks wait for its
+        announcement.
         """
         self._rank = rank
-        self._until = time.monotonic() + _LOOK_FOR_S
+        self._until = time.monotonic() + _FIND_PEERS_S
         with suppress(RuntimeError):
-            self._take_up(self._pid_log.append(store, f"{rank} {os.getpid()}"))
+            self._add(self._pid_log.append(store, f"{rank} {os.getpid()}"))
             if rank == 0:
                 store.set(_RANK_0_IS_HERE, "")
             else:
-                with suppress(RuntimeError):  # it is late
-                    store.wait([_RANK_0_IS_HERE], timedelta(seconds=_MEET_S))
+                with suppress(RuntimeError):  # rank 0 is late
+                    store.wait([_RANK_0_IS_HERE], timedelta(seconds=_RANK_0_TIMEOUT_S))
             self.find(store)
 
     def find(self, store: Any) -> None:
-        """Takes up those that have announced themselves since the last time."""
+        """Adds the processes that have announced themselves since the last call."""
         if time.monotonic() <= self._until:
-            self._take_up(self._pid_log.read(store))
+            self._add(self._pid_log.read(store))
 
-    def _take_up(self, lines: Iterator[str]) -> None:
+    def _add(self, lines: Iterator[str]) -> None:
         for line in lines:
             try:
                 rank, pid = map(int, line.split())
@@ -118,10 +119,10 @@ class Peers:
                 self._selector.register(peer.descriptor, selectors.EVENT_READ, peer)
 
     def wait(self, seconds: float) -> None:
-        """Until one has ended or `wake` is called, at most so long."""
+        """Waits until a process has ended or `wake` is called, at most `seconds`."""
         for key, _ in self._selector.select(seconds):
             if isinstance(key.data, Peer):
-                key.data.how = _status_of_zombie(key.data.pid)
+                key.data.exit_status = _status_of_zombie(key.data.pid)
                 self._mark_exited(key.data)
             else:
                 with suppress(BlockingIOError):
@@ -143,16 +144,16 @@ class Peers:
             self._waker.send(b"!")
 
     def exited(self) -> list[Peer]:
-        """Those that have ended and were not dropped."""
+        """Returns the processes that have ended and were not dropped."""
         return [peer for peer in self._peers if peer.exited_at is not None]
 
     def has_rank_0_exited(self) -> bool:
-        """Looks anew."""
+        """Checks whether the process of rank 0 has ended."""
         self.wait(0)
         return any(peer.rank == 0 for peer in self.exited())
 
     def drop(self, peer: Peer) -> None:
-        """Forgets one that has ended."""
+        """Removes a process that has ended."""
         self._peers.remove(peer)
 
     def close(self) -> None:
@@ -166,7 +167,7 @@ class Peers:
 
 
 def _node() -> str:
-    """The same for processes that can see each other by their numbers."""
+    """Returns an id that is equal for processes that share process ids: boot and pid namespace."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}-{os.readlink('/proc/self/ns/pid')}"
@@ -174,7 +175,7 @@ def _node() -> str:
 
 
 def _status_of_zombie(pid: int) -> str | None:
-    """How a process has ended that its parent has not waited for yet."""
+    """Describes how a process has ended, if its parent has not waited for it yet."""
     with suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         if fields[0] == "Z":
@@ -193,48 +194,51 @@ def _exists(pid: int) -> bool:
 
 
 class StoreLog:
-    """Lines in a store, to which every rank appends, in an order that is the same for all.
+    """Log of text lines in a store: every rank appends, and all read the same order.
 
-    They are numbered: the first number that nobody has set is the next.
+    Lines are numbered; the next line takes the first number that is not set.
     """
 
     def __init__(self, key: str) -> None:
-        self._key = key  # of the lines, without their number
+        self._key = key  # prefix of the lines' keys
         self.num_read = 0
 
     def append(self, store: Any, line: str) -> Iterator[str]:
-        """Appends, if it is not there yet, and reads up to there: to be iterated to its end."""
+        """Appends `line` unless it is in the log, and yields all unread lines up to it.
+
+        The caller must exhaust the iterator.
+        """
         read = ""
         while read != line:
-            read = _text(store.compare_set(f"{self._key}/{self.num_read}", "", line))
+            read = _decode(store.compare_set(f"{self._key}/{self.num_read}", "", line))
             self.num_read += 1
             yield read
 
     def read(self, store: Any) -> Iterator[str]:
-        """Those that have come since the last time."""
+        """Yields the lines that were appended since the last read."""
         while store.check([key := f"{self._key}/{self.num_read}"]):
             self.num_read += 1
-            yield _text(store.get(key))
+            yield _decode(store.get(key))
 
 
-def _text(line: bytes) -> str:
+def _decode(line: bytes) -> str:
     return line.decode(errors="backslashreplace")
 
 
 def log_unreadable(line: str) -> None:
-    """Logs a line of the store that no rank of this program has written; it is skipped."""
+    """Logs that a line of the store is skipped, because no rank of this program has written it."""
     _log.warning("a line in the ranks' store is not readable and is skipped: %.200r", line)
 
 
 class Heartbeats:
-    """Finds a rank that is silent, such as a stopped process or a node without a network.
+    """Detects a silent rank, such as a stopped process or a node without a network.
 
-    Each rank writes a number that grows, and reads that of the next rank: two requests for each
-    beat, whatever the number of ranks. Of several lost ranks in a row the first one is found.
+    Each rank writes a growing number, and reads the number of the next rank: two requests per beat,
+    for any number of ranks. If several ranks in a row are lost, the first one is detected.
 
     Args:
         name: Prefix of the keys in the store.
-        rank: This rank.
+        rank: Rank of this process.
         size: Number of ranks.
         lost_s: Seconds of silence after which a rank is lost.
     """
@@ -246,11 +250,11 @@ class Heartbeats:
         self._every_s = min(_MAX_BEAT_S, lost_s / _BEATS)
         self._beat_at = 0.0  # time.monotonic() of the last own beat
         self._num_beats = 0
-        self._heard = b""  # the last beat of the next rank
-        self._heard_at = 0.0
+        self._last_beat = b""  # the last beat of the next rank
+        self._last_beat_at = 0.0
 
     def poll(self, store: Any) -> str | None:
-        """Beats where it is time; a clause with its subject where the next rank is lost."""
+        """Sends a beat if one is due; returns a clause that names the next rank if it is lost."""
         now = time.monotonic()
         since = now - self._beat_at
         if since < self._every_s:
@@ -259,53 +263,52 @@ class Heartbeats:
         self._num_beats += 1
         store.set(self._own, str(self._num_beats))
         beat = store.get(self._others) if store.check([self._others]) else b""
-        # A job that was suspended as a whole goes on: this rank was silent itself.
-        if not beat or beat != self._heard or since > self._lost_s / 2:
-            self._heard, self._heard_at = beat, now
-        elif now - self._heard_at > self._lost_s:
+        # If the entire job was suspended, this rank was silent itself, and nothing is lost.
+        if not beat or beat != self._last_beat or since > self._lost_s / 2:
+            self._last_beat, self._last_beat_at = beat, now
+        elif now - self._last_beat_at > self._lost_s:
             return (
-                f"rank {self.next_rank} has been silent for {self._lost_s:g} s (heartbeat_timeout_s): its "
-                "process is stopped, or its node cannot be reached"
+                f"rank {self.next_rank} has been silent for {self._lost_s:g} s "
+                "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached"
             )
         return None
 
 
 class HostedStore:
-    """The ranks' store as a client sees it that must not wait for ever; of one thread.
+    """Client of a store in another process that never hangs; for one thread only.
 
-    One of the ranks has it in its process. A request to it has no time limit: where that process
-    dies while forks of it, such as workers of a data loader, hold its connections open, or where
-    its node cannot be reached, no answer comes and no end either. So another thread, which may stay
-    behind, waits for the answer.
+    A request to the store has no time limit: if its process dies while forks of it, such as workers
+    of a data loader, hold its connections open, or if its node cannot be reached, neither an answer
+    nor an error arrives. So another thread, which may be abandoned, waits for the answer.
 
     Args:
-        store: A client of its own.
-        is_gone: Whether the answer will never come; called with the seconds for which this request
-            has waited, again and again.
+        store: A client that only this object uses.
+        is_lost: Returns whether the answer will never arrive; called repeatedly with the seconds
+            for which the request has waited.
     """
 
-    def __init__(self, store: Any, is_gone: Callable[[float], bool]) -> None:
+    def __init__(self, store: Any, is_lost: Callable[[float], bool]) -> None:
         self._store = store
-        self._is_gone = is_gone
+        self._is_lost = is_lost
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         threading.Thread(target=self._serve, daemon=True, name="lightning-zero-store").start()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The requests of a store: `check`, `get`, `set`, `add`, `compare_set`, `wait`."""
-        return partial(self._ask, name)
+        """Returns a request of a store: `check`, `get`, `set`, `add`, `compare_set` or `wait`."""
+        return partial(self._request, name)
 
     def close(self) -> None:
-        """No request comes any more."""
+        """Ends the thread; no request may follow."""
         self._requests.put(None)
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """Raises RuntimeError, as the store does, where its process is gone."""
+    def _request(self, name: str, *arguments: Any) -> Any:
+        """Runs a request; raises RuntimeError, as the store does, if its process is lost."""
         answer: Future[Any] = Future()
-        asked_at = time.monotonic()
+        requested_at = time.monotonic()
         self._requests.put((answer, name, arguments))
-        while not wait([answer], timeout=_LATE_S).done:
-            if self._is_gone(time.monotonic() - asked_at):
-                raise RuntimeError("the process that has the ranks' store is gone.")
+        while not wait([answer], timeout=_CHECK_S).done:
+            if self._is_lost(time.monotonic() - requested_at):
+                raise RuntimeError("the process that hosts the ranks' store has ended.")
         return answer.result()
 
     def _serve(self) -> None:
@@ -323,13 +326,13 @@ def connect_to_store(
     has_rank_0_exited: Callable[[], bool],
     is_lost: Callable[[str, float], bool] = lambda place, seconds: False,
 ) -> Any:
-    """The store of WORLD, by a connection of its own: a request waits for the one before it.
+    """Connects to the store of WORLD once more: requests on one connection wait for each other.
 
     Args:
-        rank: This rank.
-        has_rank_0_exited: Whether the process of rank 0 has ended.
-        is_lost: Whether to wait no longer for an answer; called with the place of the store, such
-            as "10.0.0.1:29500, in the process of rank 0", and the seconds it has not answered for.
+        rank: Rank of this process.
+        has_rank_0_exited: Returns whether the process of rank 0 has ended.
+        is_lost: Returns whether the store is lost; called with its location, such as
+            "10.0.0.1:29500, in the process of rank 0", and the seconds without an answer.
     """
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
@@ -338,11 +341,11 @@ def connect_to_store(
         server = server.underlying_store
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not hasattr(server, "port") or not (rank or is_torchruns):
-        return store  # in files, or in this process
+        return store  # it is in files, or in this process
     host = "torchrun" if is_torchruns else "the process of rank 0"
     place = f"{server.host}:{server.port}, in {host}"
 
-    def is_gone(seconds: float) -> bool:
+    def is_request_lost(seconds: float) -> bool:
         return (not is_torchruns and has_rank_0_exited()) or is_lost(place, seconds)
 
-    return HostedStore(store, is_gone)
+    return HostedStore(store, is_request_lost)

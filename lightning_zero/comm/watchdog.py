@@ -1,19 +1,19 @@
-"""Who has failed, and what everybody is doing: a thread in each rank, on a store of its own.
+"""Watchdog: a thread per rank that detects failures of other ranks and ends the waits for them.
 
-[Note: Shared log] The ranks share a log in the store that they have met by, a `StoreLog`, so that all ranks
-read the same entries in the same order:
+[Note: Shared log] The ranks share a log in the store of their rendezvous, a `StoreLog`, so that all
+ranks read the same entries in the same order:
 
     abort    a rank has raised an exception
-    dead     the process of a rank has ended while others need it
-    report   a rank waits, and asks what every rank is doing
+    dead     the process of a rank has ended while other ranks need it
+    report   a rank has waited long, and requests the status of every rank
 
-A watchdog needs neither its main thread, which may wait for ever in a collective, nor the
-connections of the rank that failed: processes that this one has forked, such as DataLoader workers,
-hold them open. It hears of an exception from the log, and of the end of a process of its own node
-from the kernel. A rank that is silent, because its process is stopped or its node cannot be
-reached, is lost only where the user has set a limit; then heartbeats in the store show it. Then it
-cuts the connections of its own rank, so that whoever waits on them fails
-and says why.
+A watchdog depends neither on its main thread, which may hang in a collective, nor on the
+connections of the rank that failed: processes that this rank has forked, such as DataLoader
+workers, hold them open. It learns of an exception from the log, and of the end of a process on its
+own node from the kernel. A silent rank, whose process is stopped or whose node cannot be reached,
+counts as lost only if the user has set a limit; then heartbeats in the store show it. After a
+failure the watchdog closes the connections of its own rank, so that every wait on them fails, and
+the error names the cause.
 """
 
 from __future__ import annotations
@@ -63,52 +63,52 @@ __all__ = [
 _POLL_S = 0.25
 _POLL_AT_FIRST_S = 0.05  # while the processes of this node find each other
 _AT_FIRST_S = 2.0
-_STORE_TIMEOUT_S = 3.0  # the client's own does not end every request
-_CONFIRM_S = 1.0  # from the end of a process until others are told, where nobody knows how
-_STORE_CONFIRM_S = 3.0  # from the end of the store
-_END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: what it has sent may still come
-_ALIKE_S = 1.0  # from an exception of one rank until the others are told, which may raise it too
-_SETTLE_S = 2.0  # from a verdict until collectives that are not the engine's are cut, too
-_LAST_RESORT_S = 4.0  # from a verdict until a process that cannot be woken is ended
-_AT_END = "has come to the end of its script"
-_TOGETHER, _LOST = "together", "lost"  # how a regroup ends
+_STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
+_CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
+_STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
+_END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: its messages may still arrive
+_SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; others may raise it, too
+_SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
+_LAST_RESORT_S = 4.0  # from a failure until a process that cannot be woken exits
+_REACHED_END = "reached the end of its script"
+_ALL_CAME, _LOST = "together", "lost"  # outcomes of a regroup
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
 class DesynchronizedError(RuntimeError):
-    """The ranks are not together, whatever this one computes."""
+    """The ranks are desynchronized: they issued different operations, or one of them failed."""
 
 
 class PeerAbortedError(DesynchronizedError):
-    """Another rank raised an exception or has died, which is what to read."""
+    """Another rank raised an exception or has died; the text names the rank and the cause."""
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why the ranks cannot go on together."""
+    """Cause for which the ranks cannot continue together."""
 
-    rank: int | None  # who is the cause; None: nobody alone
-    text: str  # a clause with its subject, such as "rank 1 was killed by SIGKILL"
+    rank: int | None  # rank that caused the failure; None: no single rank
+    text: str  # clause with its subject, such as "rank 1 was killed by SIGKILL"
 
 
 class Watchdog:
-    """Watches the other ranks for the thread that makes it.
+    """Watches the other ranks on behalf of the thread that makes it.
 
-    Every rank makes one, with the same name, and ends it with `stop`, or with the process. Without
+    Every rank makes one, with the same name, and ends it by `stop` or with the process. Without
     other ranks there is nothing to watch.
 
     Args:
-        name: Of its keys in the store.
-        rank: Of this process.
+        name: Prefix of its keys in the store.
+        rank: Rank of this process.
         size: Number of ranks.
-        limits: How long a rank may keep others waiting; None: the defaults of `WaitLimits`.
-        can_regroup: Until `leave`, the ranks come together after a failure in `regroup` or not at all, so
-            that nobody may wait elsewhere. Otherwise collectives on other groups that begin after
-            a failure are left alone, as long as all ranks live.
-        describe_exit: Tells how a process has ended that this one has started, such as "ended with exit
-            code 3"; None where it does not know.
+        limits: Limits of how long a rank may keep others waiting; None: the defaults.
+        can_regroup: Whether the ranks, until `finish`, either call `regroup` after a failure or
+            exit, so that all other waits end, too. Otherwise collectives on other groups that begin
+            after a failure are not interrupted while all ranks live.
+        describe_exit: Describes how a process that this one has started has ended, such as "ended
+            with exit code 3"; returns None if it does not know.
     """
 
     def __init__(
@@ -129,30 +129,30 @@ class Watchdog:
         self._reports = Reports(self._name, rank, size, limits.report_s, self._waits)
         self._can_regroup = can_regroup
         self._describe_exit = describe_exit
-        # Weak: an engine that nobody closes goes all the same.
+        # Weak references: an engine that is never closed is still freed.
         self._failure_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._lock = threading.Lock()  # of `_failure_callbacks`, and while they are called
-        # Where the ranks stand.
-        self._epoch = 0  # number of the rallies that have brought all together
-        self._aborts: dict[int, RankFailure] = {}  # the first one of each epoch
+        self._lock = threading.Lock()  # guards `_failure_callbacks`, and their calls
+        # State of the ranks.
+        self._epoch = 0  # number of successful regroups
+        self._aborts: dict[int, RankFailure] = {}  # first abort of each epoch
         self._death: RankFailure | None = None
         self._own_error: DesynchronizedError | None = None
-        self._judged_at: float | None = None
-        self._is_disconnected = False  # nothing collective is possible on any group of this process
-        self._is_needed = True  # the others must not go
-        # Of the thread.
-        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._is_over = False
+        self._failed_at: float | None = None
+        self._is_disconnected = False  # no collective is possible on any group of this process
+        self._is_needed = True  # until `finish`: this rank needs the others
+        # State of the thread.
+        self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._is_stopped = False
         self._has_logged_failure = False
-        self._store: Any = None  # None: there is none any more
-        self._world: Any = None  # the default group, with which the watch ends
-        self._store_gone_at: float | None = None
-        self._is_silence_reported = False  # of the store, in the request under way
-        self._heartbeats: Heartbeats | None = None  # where a silent rank is lost after a time
-        self._news = StoreLog(f"{self._name}/news")
-        self._exit_log = StoreLog("lightning_zero/ends")  # of all runs
-        self._ends: dict[int, str] = {}  # how ranks have ended that nobody missed
-        self._peers: Peers  # where there is a thread
+        self._store: Any = None  # None: lost, or never opened
+        self._world: Any = None  # the default group; the watchdog ends with it
+        self._store_lost_at: float | None = None  # time.monotonic()
+        self._is_silence_reported = False  # the store's, in the current request
+        self._heartbeats: Heartbeats | None = None  # None: silence alone ends nothing
+        self._shared_log = StoreLog(f"{self._name}/log")
+        self._exit_log = StoreLog("lightning_zero/exits")  # shared by all runs
+        self._exits: dict[int, str] = {}  # how ranks have ended, by rank
+        self._peers: Peers  # set if there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._world = dist.group.WORLD
@@ -166,12 +166,12 @@ class Watchdog:
             end_at_exit(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, in another process say, watches nobody."""
+        """Copies, such as one in another process, watch no rank."""
         return partial(Watchdog, "", rank=self._rank, size=1), ()
 
     @staticmethod
     def stop_finished() -> None:
-        """Ends the watches of runs that are over, of whatever Trainer: the next one has its own."""
+        """Stops the watchdogs of runs that are over, of any Trainer; the next run makes its own."""
         for thread in threading.enumerate():
             if isinstance(thread, _Thread) and not thread.watchdog._is_needed:
                 thread.watchdog.stop()
@@ -180,31 +180,31 @@ class Watchdog:
 
     @property
     def failure(self) -> RankFailure | None:
-        """Why nothing collective is possible at this moment, if so."""
+        """The failure for which no collective is possible now; None: there is none."""
         return self._death or self._aborts.get(self._epoch)
 
     @property
     def is_unrecoverable(self) -> bool:
-        """Whether the ranks can never come together again."""
+        """Whether the ranks can never regroup."""
         return self._death is not None or self._is_disconnected
 
     def add_failure_callback(self, callback: Callable[[], None]) -> None:
-        """From now on `callback`, a method, is called at a verdict, from another thread.
+        """Registers `callback`, a bound method, to be called at a failure, from another thread.
 
-        It ends every wait, and is held no longer than its object lives.
+        It must end every wait. Its object is referenced weakly.
         """
         with self._lock:
             self._failure_callbacks.append(weakref.WeakMethod(callback))
 
     def remove_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Not any more. Waits for a call that is under way."""
+        """Removes `callback`. Waits for a call in progress."""
         with self._lock:
             self._failure_callbacks = [
                 known for known in self._failure_callbacks if known() not in (None, callback)
             ]
 
     def set_status_source(self, describe: Callable[[], str]) -> None:
-        """From now on `describe`, a method, tells what the engine does, from another thread."""
+        """Sets `describe`, a bound method called from another thread: what the engine is doing."""
         self._reports.describe = weakref.WeakMethod(describe)
 
     @contextmanager
@@ -216,11 +216,11 @@ class Watchdog:
         is_data_transfer: bool = False,
         is_one_way: bool = False,
     ) -> Iterator[None]:
-        """Around waiting for other ranks: see `Wait`.
+        """Context in which this thread waits for other ranks. See `Wait`.
 
         Raises:
-            PeerAbortedError: One of them, or this one, has failed.
-            DesynchronizedError: One does not come.
+            PeerAbortedError: Another rank, or this one, has failed.
+            DesynchronizedError: Another rank does not join.
         """
         if self._death is not None or self._aborts:
             self.raise_if_failed()
@@ -231,138 +231,142 @@ class Watchdog:
             except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except RuntimeError as error:
-                if _is_of_connection(error):  # which is seen before the news of its cause
+                if _is_connection_error(error):  # it may arrive before the report of its cause
                     self.wait_for_failure()
                     self.raise_if_failed(error)
-                    raise self._waited_in_vain(name) from error
+                    raise self._desync_error(name) from error
                 self.raise_if_failed(error)
-                raise  # what was to be sent could not be pickled, say
+                raise  # an error of this rank alone, such as one of pickling
 
-    def _waited_in_vain(self, name: str) -> DesynchronizedError:
+    def _desync_error(self, name: str) -> DesynchronizedError:
         return DesynchronizedError(
-            f"rank {self._rank} waited in vain for {name}: the other ranks did not come to the "
-            "same point. Every rank must run forward and backward together, with equally many "
+            f"rank {self._rank} waited for {name} without success: the other ranks did not reach "
+            "the same point. Every rank must run forward and backward together, with equally many "
             "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
             f"would run on one rank alone).\n{DESYNC_HINT}"
         )
 
     @property
     def is_waiting(self) -> bool:
-        """Whether this thread is inside of `waiting`."""
+        """Whether this thread is inside `waiting`."""
         return self._waits.is_announced
 
     def raise_if_failed(self, cause: BaseException | None = None) -> None:
-        """Raises the PeerAbortedError of a verdict, if there is one."""
+        """Raises the PeerAbortedError of the current failure, if there is one."""
         failure = self.failure
         if failure is not None:
             raise self._own_error or PeerAbortedError(self._explain(failure)) from cause
 
     def _explain(self, failure: RankFailure) -> str:
         if failure.rank == self._rank:
-            return f"rank {self._rank} has ended with an exception before: {failure.text}"
+            return f"rank {self._rank} has already failed: {failure.text}"
         return f"rank {self._rank} stops because {failure.text}"
 
     def explain(self, error: BaseException) -> None:
-        """Says why this rank fails, where `error` does not: a connection was cut."""
-        if _is_of_connection(error):
+        """Prints the cause if `error` does not name it, such as a closed connection."""
+        if _is_connection_error(error):
             self.wait_for_failure()
         failure = self.failure
         if failure is not None and failure.rank != self._rank and failure.text not in str(error):
-            _say(self._explain(failure))
+            _print_now(self._explain(failure))
 
     def wait_for_failure(self, seconds: float = _CONFIRM_S + 4 * _POLL_S) -> None:
-        """Waits for news that may be on its way: a connection was closed."""
+        """Waits for a failure report that may be on its way, after a connection was closed."""
         until = time.monotonic() + seconds
         with self._waits.after_failed_wait():
-            while self.failure is None and self._is_on_watch():
-                if (exited_at := self._store_gone_at) is not None:
-                    until = max(until, exited_at + _STORE_CONFIRM_S + 4 * _POLL_S)
+            while self.failure is None and self._is_running():
+                if (lost_at := self._store_lost_at) is not None:
+                    until = max(until, lost_at + _STORE_CONFIRM_S + 4 * _POLL_S)
                 if time.monotonic() > until:
                     return
-                self._order(lambda: None)
+                self._run_in_thread(lambda: None)
                 time.sleep(0.02)
 
     def abort_desynchronized(self, error: DesynchronizedError) -> None:
-        """As `abort`, of what all ranks find out alike: this one raises it where it waits."""
+        """As `abort`, for an error that all ranks detect: this rank raises it where it waits."""
         self._own_error = error
         self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:
-        """Makes the other ranks fail where they wait for this one. Does not wait for them."""
-        if error is not None and _is_of_connection(error):
+        """Ends the other ranks' waits for this rank with an error. Does not wait for them."""
+        if error is not None and _is_connection_error(error):
             self.wait_for_failure()  # another rank is the cause
         if self.failure is not None:
             return
         text = "stopped" if error is None else f"raised {summary(error)}"
-        self._order(partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"}))
+        self._run_in_thread(
+            partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"})
+        )
 
     def wait_for_same_error(self, error: BaseException | None) -> None:
-        """Before `abort`: gives the other ranks a moment to raise by themselves what this one has.
+        """Before `abort`: gives the other ranks a moment to raise the same error by themselves.
 
-        All ranks may raise alike, and one that comes later must not be stopped before it does.
+        All ranks may raise the same error; a slower rank must not be stopped before it does.
         """
         is_own = isinstance(error, Exception) and not isinstance(error, DesynchronizedError)
-        if error is None or not is_own or _is_of_connection(error):
+        if error is None or not is_own or _is_connection_error(error):
             return
-        key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _ALIKE_S
+        key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _SAME_ERROR_S
         with self._waits.after_failed_wait():
-            num_raised = self._order(partial(self._count, key, 1))
+            num_raised = self._run_in_thread(partial(self._count, key, 1))
             while self.failure is None and num_raised is not None and num_raised < self._size:
                 if time.monotonic() > until:
                     return
                 time.sleep(0.02)
-                num_raised = self._order(partial(self._count, key, 0))
+                num_raised = self._run_in_thread(partial(self._count, key, 0))
 
     def regroup(self, deadline: timedelta) -> bool:
-        """After `abort`: waits until every rank has come here, also without any connection.
+        """After `abort`: waits until every rank has called this, without process groups.
 
-        Returns whether all came in time: the same on every rank that comes.
+        Returns:
+            Whether all ranks called in time; the same on every rank that calls.
         """
-        if not self._is_on_watch() or self.is_unrecoverable:
-            self._order(partial(self._decide, self._epoch, 0.0))  # nobody shall wait there
+        if not self._is_running() or self.is_unrecoverable:
+            # So that no other rank waits for this one.
+            self._run_in_thread(partial(self._decide_regroup, self._epoch, 0.0))
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
-        wait = Wait("the other ranks to come together again", time.monotonic())
+        wait = Wait("the other ranks to regroup", time.monotonic())
         with self._waits.announced(wait):
-            outcome = self._order(partial(self._come, epoch))
-            while outcome is None and self._is_on_watch():
+            outcome = self._run_in_thread(partial(self._arrive, epoch))
+            while outcome is None and self._is_running():
                 time.sleep(0.02)
-                outcome = self._order(partial(self._decide, epoch, until))
-        if outcome != _TOGETHER or self.is_unrecoverable:
+                outcome = self._run_in_thread(partial(self._decide_regroup, epoch, until))
+        if outcome != _ALL_CAME or self.is_unrecoverable:
             return False
-        self._judged_at = self._own_error = None
+        self._failed_at = self._own_error = None
         self._epoch += 1
-        self._order(self._judge)  # a faster rank may have failed again already
+        self._run_in_thread(self._on_failure)  # a faster rank may have failed again already
         return True
 
-    def leave(self) -> None:
-        """This rank needs the others no more, nor they it, unless one waits all the same."""
-        self._order(self._depart)
+    def finish(self) -> None:
+        """Ends this rank's part: it needs the others no more, and they may continue without it."""
+        self._run_in_thread(self._mark_left)
         self._is_needed = False
 
     def end_with_process(self) -> None:
-        """The script of this rank is over; those that wait for it learn of it."""
-        error = getattr(sys, "last_value", None)  # has ended it
-        end = _AT_END if error is None else f"raised {summary(error)}"
-        self._order(partial(self._depart, end))
+        """Reports that this rank's script is over to the ranks that wait for it, and stops."""
+        error = getattr(sys, "last_value", None)  # the exception that ended the script
+        end = _REACHED_END if error is None else f"raised {summary(error)}"
+        self._run_in_thread(partial(self._mark_left, end))
         self.stop()
 
     def stop(self) -> None:
-        """Ends the watch. Stopping twice is harmless."""
+        """Stops the watchdog. Stopping twice is harmless."""
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
-            self._is_over = True
+            self._is_stopped = True
             self._peers.wake()
             thread.join(_STORE_TIMEOUT_S)
 
-    def _is_on_watch(self) -> bool:
+    def _is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _order(self, action: Callable[[], _T]) -> _T | None:
-        """Lets the thread do it, for the store is its own; None where it cannot, in time."""
+    def _run_in_thread(self, action: Callable[[], _T]) -> _T | None:
+        """Calls `action` in the thread that owns the store; returns None if it cannot in time."""
         if threading.current_thread() is self._thread:
             return action()
-        if not self._is_on_watch():
+        if not self._is_running():
             return None
         answer: list[_T] = []
         is_done = threading.Event()
@@ -373,7 +377,7 @@ class Watchdog:
             finally:
                 is_done.set()
 
-        self._orders.put(do)
+        self._actions.put(do)
         self._peers.wake()
         is_done.wait(_STORE_TIMEOUT_S)
         return answer[0] if answer else None
@@ -381,45 +385,45 @@ class Watchdog:
     # ---------------------------------------------------------------- the thread
 
     def run(self) -> None:
-        """Watches, until `stop`; in a thread of its own."""
+        """Watches until `stop`; the body of the thread."""
         try:
             found_by = time.monotonic() + _AT_FIRST_S
-            while not self._is_over:
+            while not self._is_stopped:
                 self._poll()
                 self._peers.wait(_POLL_S if time.monotonic() > found_by else _POLL_AT_FIRST_S)
-        except Exception:  # it must not take the process with it
+        except Exception:  # it must not end the process
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self._rank)
         finally:
             self._drop_store()
             self._peers.close()
-            self._world = None  # its connections are no more than needed
+            self._world = None  # so that its connections are freed
 
     def _poll(self) -> None:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
-            self._is_over = True
+            self._is_stopped = True
             return
-        looks = (
+        polls = (
             self._poll_store,
             self._poll_heartbeats,
             self._poll_peers,
             self._poll_main,
         )
-        for look in looks:
+        for poll in polls:
             try:
-                look()
-            except RuntimeError:  # the process that has the store is gone
+                poll()
+            except RuntimeError:  # the process that hosts the store has ended
                 self._lose_store()
-            except Exception:  # the watch goes on: nothing else would end a wait
+            except Exception:  # keep watching: nothing else would end a wait
                 if not sys.is_finalizing() and not self._has_logged_failure:
                     self._has_logged_failure = True
-                    _log.exception("rank %d: a look of the watchdog has failed.", self._rank)
+                    _log.exception("rank %d: a check of the watchdog has failed.", self._rank)
 
     def _poll_store(self) -> None:
-        while not self._orders.empty():
-            self._orders.get()()
+        while not self._actions.empty():
+            self._actions.get()()
         if self._store is not None:
-            for text in self._news.read(self._store):
+            for text in self._shared_log.read(self._store):
                 self._take(text)
             self._peers.find(self._store)
 
@@ -428,13 +432,13 @@ class Watchdog:
             return
         text, rank = self._heartbeats.poll(self._store), self._heartbeats.next_rank
         if text is not None and self.failure is None and not self._has_left(rank):
-            self._bury(rank, text)
+            self._record_death(rank, text)
             self._append({"kind": "dead", "rank": rank, "text": text})
 
     def _is_store_lost(self, place: str, seconds: float) -> bool:
-        """Whether a request to the store has waited too long; reports a long wait once.
+        """Returns whether a request to the store has waited too long; reports a long wait once.
 
-        Without the store no other rank learns what this one is doing, so it reports that itself.
+        Without the store the other ranks cannot get this rank's status, so it logs that itself.
         """
         limits = self._limits
         if limits.report_s is None or seconds <= limits.report_s:
@@ -449,7 +453,7 @@ class Watchdog:
         if limits.lost_s is None or seconds <= limits.lost_s or not self._is_needed:
             return False
         if self.failure is None:
-            self._bury(
+            self._record_death(
                 None,
                 f"the ranks' store ({place}) has not answered for {limits.lost_s:g} s "
                 "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached",
@@ -462,103 +466,103 @@ class Watchdog:
             store.close()
 
     def _lose_store(self) -> None:
-        if self._store_gone_at is None:
+        if self._store_lost_at is None:
             self._drop_store()
-            self._store_gone_at = time.monotonic()
+            self._store_lost_at = time.monotonic()
         if not self._is_needed and not self._waits:
-            self._is_over = True
+            self._is_stopped = True
 
-    # ---------------------------------------------------------------- news
+    # ---------------------------------------------------------------- shared log
 
     def _append(self, entry: LogEntry) -> None:
-        """Appends to the log, and reads it up to there."""
+        """Appends an entry to the shared log, and reads the log up to it."""
         mine = json.dumps({**entry, "epoch": self._epoch, "by": self._rank})
         if self._store is None:
             return
-        for found in self._news.append(self._store, mine):
-            news = self._take(found)
-            if news is not None and entry["kind"] == news["kind"] == "report":
-                return  # also if another rank has asked the same
+        for found in self._shared_log.append(self._store, mine):
+            other = self._take(found)
+            if other is not None and entry["kind"] == other["kind"] == "report":
+                return  # another rank's request serves as well
 
     def _take(self, text: str) -> LogEntry | None:
-        """Does what an entry of the log, just read, calls for; None: it is not readable."""
-        number = self._news.num_read - 1
+        """Acts on an entry just read from the log and returns it; None: it is not readable."""
+        number = self._shared_log.num_read - 1
         try:
-            news = json.loads(text)
-            kind, by = news["kind"], news["by"]
+            entry = json.loads(text)
+            kind, by = entry["kind"], entry["by"]
             if kind == "abort":
-                failure = RankFailure(by if news.get("is_own", True) else None, news["text"])
-                if self._aborts.setdefault(news["epoch"], failure) is failure:
-                    self._judge()
+                failure = RankFailure(by if entry.get("is_own", True) else None, entry["text"])
+                if self._aborts.setdefault(entry["epoch"], failure) is failure:
+                    self._on_failure()
             elif kind == "dead":
-                self._bury(news["rank"], news["text"])
+                self._record_death(entry["rank"], entry["text"])
         except (ValueError, KeyError, TypeError):
             log_unreadable(text)
             return None
         if kind == "report":
-            for entry in self._reports.answer(self._store, number, news):
-                self._append(entry)
-        return dict(news)
+            for answer in self._reports.answer(self._store, number, entry):
+                self._append(answer)
+        return dict(entry)
 
-    def _bury(self, rank: int | None, text: str) -> None:
+    def _record_death(self, rank: int | None, text: str) -> None:
         if self._death is None:
             before = self._aborts.get(self._epoch)
             if before is not None and before.rank == rank:
                 text = before.text
             self._death = RankFailure(rank, text)
-            self._judge()
+            self._on_failure()
 
-    def _judge(self) -> None:
-        """There is a verdict: whoever waits in the engine is woken."""
+    def _on_failure(self) -> None:
+        """Ends all waits in the engine after a failure of the current epoch."""
         if self.failure is None:
-            return  # of an epoch to come
-        self._judged_at = time.monotonic()
+            return  # it belongs to a later epoch
+        self._failed_at = time.monotonic()
         with self._lock:
             for known in self._failure_callbacks:
                 if (callback := known()) is not None:
                     callback()
 
-    # ---------------------------------------------------------------- rallies and ends
+    # ---------------------------------------------------------------- regroup and exits
 
     def _count(self, key: str, num: int) -> int | None:
-        """Ranks that have come to `key`, with `num` that do so now."""
+        """Adds `num` to the counter `key` and returns the sum; None: the store is lost."""
         return None if self._store is None else int(self._store.add(key, num))
 
-    def _come(self, epoch: int) -> str | None:
+    def _arrive(self, epoch: int) -> str | None:
         if self._store is None:
             return _LOST
         self._store.add(f"{self._name}/come/{epoch}", 1)
         return None
 
-    def _decide(self, epoch: int, until: float) -> str | None:
-        """How the regroup has ended; the first rank to see that decides for all."""
+    def _decide_regroup(self, epoch: int, until: float) -> str | None:
+        """Returns the outcome of the regroup, if any; the first rank to see one decides for all."""
         if self._store is None:
             return _LOST
-        wish = None
+        decision = None
         if self.is_unrecoverable or time.monotonic() > until:
-            wish = _LOST
+            decision = _LOST
         elif int(self._store.get(f"{self._name}/come/{epoch}")) >= self._size:
-            wish = _TOGETHER
+            decision = _ALL_CAME
         key = f"{self._name}/regroup/{epoch}"
-        if wish is not None:
-            return str(self._store.compare_set(key, "", wish).decode())
+        if decision is not None:
+            return str(self._store.compare_set(key, "", decision).decode())
         return str(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def _depart(self, end: str | None = None) -> None:
-        """Nobody shall wait for this rank in a regroup, nor miss it; `end`: how its script ends."""
-        self._decide(self._epoch, 0.0)
+    def _mark_left(self, end: str | None = None) -> None:
+        """Marks this rank as finished: no rank waits for it. `end`: how its script has ended."""
+        self._decide_regroup(self._epoch, 0.0)
         if self._store is None:
             return
         if end is not None:
-            self._note_ends(self._exit_log.append(self._store, f"{self._rank} {end}"))
+            self._record_exits(self._exit_log.append(self._store, f"{self._rank} {end}"))
         if end is not None or self.failure is None:
             self._store.set(f"{self._name}/left/{self._rank}", "")
 
-    def _note_ends(self, lines: Iterable[str]) -> None:
+    def _record_exits(self, lines: Iterable[str]) -> None:
         for line in lines:
             rank, _, end = line.partition(" ")
             if rank.isdecimal():
-                self._ends.setdefault(int(rank), end)
+                self._exits.setdefault(int(rank), end)
             else:
                 log_unreadable(line)
 
@@ -566,67 +570,69 @@ class Watchdog:
         return self._store is not None and self._store.check([f"{self._name}/left/{rank}"])
 
     def _poll_peers(self) -> None:
-        """Tells all of a process of this node that has ended before its time."""
-        now, wait, gone = time.monotonic(), self._waits.main_thread_wait(), self._peers.exited()
+        """Reports processes of this node that have ended while other ranks need them."""
+        now, wait, exited = time.monotonic(), self._waits.main_thread_wait(), self._peers.exited()
         if not self._is_needed and not self._waits and wait is None:
             return
-        if self._store is not None and (gone or wait is not None):
-            self._note_ends(self._exit_log.read(self._store))
-        for peer in gone:
-            how = peer.how or self._describe_exit(peer.pid)
+        if self._store is not None and (exited or wait is not None):
+            self._record_exits(self._exit_log.read(self._store))
+        for peer in exited:
+            how = peer.exit_status or self._describe_exit(peer.pid)
             assert peer.exited_at is not None
             if how is None and now - peer.exited_at < _CONFIRM_S:
                 continue
             has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
-            end = self._ends.get(peer.rank)
-            if end is None or (end == _AT_END and how not in (None, describe_exit(0))):
-                end = self._ends[peer.rank] = how or "has died"
+            end = self._exits.get(peer.rank)
+            if end is None or (end == _REACHED_END and how not in (None, describe_exit(0))):
+                end = self._exits[peer.rank] = how or "has died"
             if not has_left:
                 text = f"rank {peer.rank} {end}"
-                self._bury(peer.rank, text)
+                self._record_death(peer.rank, text)
                 self._append({"kind": "dead", "rank": peer.rank, "text": text})
         if wait is None or self.failure is not None:
             return
-        if self._store_gone_at is not None:
-            if now - self._store_gone_at > _STORE_CONFIRM_S:
-                self._bury(0, "rank 0, or the launcher that held the ranks' store, has died")
+        if self._store_lost_at is not None:
+            if now - self._store_lost_at > _STORE_CONFIRM_S:
+                self._record_death(
+                    0, "rank 0, or the launcher that held the ranks' store, has died"
+                )
         elif wait.has_failed or (not wait.is_one_way and now - wait.since > _END_CONFIRM_S):
-            for rank, end in self._ends.items():
+            for rank, end in self._exits.items():
                 if wait.needs(rank):
-                    self._bury(rank, f"rank {rank} {end}")
+                    self._record_death(rank, f"rank {rank} {end}")
 
     # ---------------------------------------------------------------- the main thread's waits
 
     def _poll_main(self) -> None:
         wait = self._waits.main_thread_wait()
-        judged_at, failure = self._judged_at, self.failure  # a regroup ends them meanwhile
-        if judged_at is not None and failure is not None:
+        failed_at, failure = self._failed_at, self.failure  # a regroup ends them meanwhile
+        if failed_at is not None and failure is not None:
             if wait is not None and not wait.is_engine_group and wait.needs(failure.rank):
-                self._wake_main(wait, failure, judged_at)
+                self._wake_main(wait, failure, failed_at)
             return
         if self._store is not None:
             for entry in self._reports.poll(self._store, wait):
                 self._append(entry)
 
-    def _wake_main(self, wait: Wait, failure: RankFailure, judged_at: float) -> None:
-        """The engine's own groups are cut; a wait elsewhere will never end either."""
-        is_together_or_not = self._can_regroup and self._is_needed
+    def _wake_main(self, wait: Wait, failure: RankFailure, failed_at: float) -> None:
+        """Ends a wait outside the engine's groups, which never ends by itself after a failure."""
+        must_regroup = self._can_regroup and self._is_needed
         is_dead = failure is self._death
-        if not (is_together_or_not or is_dead or wait.since < judged_at):
+        if not (must_regroup or is_dead or wait.since < failed_at):
             return
-        waited_s = time.monotonic() - max(judged_at, wait.since)
+        waited_s = time.monotonic() - max(failed_at, wait.since)
         if waited_s > _SETTLE_S and not self._is_disconnected:
             self._is_disconnected = True
             disconnect_groups(list(dist.distributed_c10d._world.pg_map))
         if waited_s > _LAST_RESORT_S:
-            # In the store, say, while a group is made: nothing wakes it before its timeout.
-            _say(f"{self._explain(failure)}; it waits in {wait.name}, and is ended.")
+            # For example in the store while a group is made: nothing ends that before its timeout.
+            _print_now(f"{self._explain(failure)}; it still waits in {wait.name}, and exits now.")
             os._exit(1)
 
 
 class _Thread(threading.Thread):
-    """Is itself the record of the watches of this process: see `stop_finished`."""
+    """Thread of a watchdog; `stop_finished` finds the watchdogs of this process by it."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.run, daemon=True, name="lightning-zero-watchdog")
@@ -634,34 +640,36 @@ class _Thread(threading.Thread):
 
 
 def next_watchdog_name(rank: int) -> str:
-    """Of a watchdog that every rank makes at the same point, before they could agree on one."""
+    """Returns a name for the watchdogs that all ranks make at the same point; sends nothing."""
     if world_size() == 1 or dist.get_backend() == "fake":
         return ""  # there is nothing to watch
     store = dist.distributed_c10d._get_default_store()
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
 
 
-def _is_of_connection(error: BaseException) -> bool:
-    """Whether it tells only that another rank is not there, or does not come."""
+def _is_connection_error(error: BaseException) -> bool:
+    """Whether the error means only that another rank is gone or does not answer."""
     words = ("gloo", "NCCL", "onnection", "pair closure", "imed out", "imeout")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
 def summary(error: BaseException) -> str:
-    """Type and first line of an exception."""
+    """Returns the type and the first line of an exception."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}{f': {lines[0][:500]}' if lines else ''}"
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0][:500]}"
 
 
-def _say(text: str) -> None:
-    """At once: this process may end next."""
+def _print_now(text: str) -> None:
+    """Prints at once, because this process may end next."""
     print(f"lightning_zero: {text}", file=sys.stderr, flush=True)
 
 
 def end_at_exit(owner: Any) -> None:
-    """Calls `owner.end_with_process` when this process ends, if it has not gone before.
+    """Calls `owner.end_with_process` when this process ends, unless `owner` has been freed.
 
-    A thread that is in torch while the interpreter ends would crash it.
+    A thread that runs torch code while the interpreter ends would crash it.
     """
     reference = weakref.ref(owner)
 
@@ -670,4 +678,4 @@ def end_at_exit(owner: Any) -> None:
             alive.end_with_process()
 
     atexit.register(end)
-    weakref.finalize(owner, atexit.unregister, end).atexit = False  # else it may come first
+    weakref.finalize(owner, atexit.unregister, end).atexit = False  # else it may run first

@@ -1,8 +1,8 @@
 """Collectives on WORLD, the process group that Lightning makes and the engine never uses.
 
-For what comes before an engine and its groups, and for what Lightning itself asks of a strategy.
-Without a process group the world is this process alone. They wait as long as it was made to. Other
-groups end here only: `disconnect_groups`.
+They serve what runs before there is an engine with groups of its own, and what Lightning itself
+requires of a strategy. Without a process group the world is this process alone. They wait for as
+long as WORLD's timeout. `disconnect_groups` is for all groups.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = default_pg_timeout
-_RENDEZVOUS_MARGIN_S = 2.0  # for an error of torch's own, which says more
+_RENDEZVOUS_MARGIN_S = 2.0  # wait for torch's own error, which is more precise
 
 _T = TypeVar("_T")
 
 
 def as_timeout(value: object) -> timedelta | None:
-    """What a user gave as the timeout of collectives; None: the backend's."""
+    """Converts a user's timeout of collectives; None: the backend's.
+
+    Raises:
+        TypeError: It is neither a timedelta nor a number of seconds.
+        ValueError: It is not positive and finite.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
@@ -56,11 +61,11 @@ def as_timeout(value: object) -> timedelta | None:
         )
     try:
         timeout = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    except (ValueError, OverflowError):  # NaN, and what has no end
+    except (ValueError, OverflowError):  # NaN and infinity
         timeout = timedelta(0)
     if timeout <= timedelta(0):
         raise ValueError(
-            f"timeout must be more than 0 seconds, and finite, got {value!r}; a day is "
+            f"timeout must be more than 0 seconds, and finite, got {value!r}; one day is "
             "timeout=timedelta(days=1)."
         )
     return timeout
@@ -71,21 +76,21 @@ class WaitLimits:
     """How long a rank may keep the others waiting, in seconds.
 
     Attributes:
-        report_s: A longer wait is reported once, with what every rank is doing; None: never.
-        lost_s: A rank of which nothing has been received for longer is lost, which ends the job on
-            all ranks; None: silence alone ends nothing.
+        report_s: Wait after which the status of every rank is reported, once; None: never.
+        lost_s: Silence after which a rank counts as lost, which ends the job on all ranks; None:
+            silence alone ends nothing.
 
     Raises:
-        TypeError: One is no number.
-        ValueError: One is not more than 0.
+        TypeError: A limit is not a number.
+        ValueError: A limit is not more than 0.
     """
 
     report_s: float | None = 30.0
     lost_s: float | None = None
 
     def __post_init__(self) -> None:
-        _check_seconds("wait_report_s", self.report_s, "no report")
-        _check_seconds("heartbeat_timeout_s", self.lost_s, "that silence alone ends nothing")
+        _check_seconds("wait_report_s", self.report_s, "never")
+        _check_seconds("heartbeat_timeout_s", self.lost_s, "no limit")
 
 
 def _check_seconds(name: str, value: object, without: str) -> None:
@@ -102,7 +107,12 @@ def _check_seconds(name: str, value: object, without: str) -> None:
 
 
 def check_backend(value: object) -> None:
-    """Refuses a backend of a user's, such as "cpu:gloo,cuda:nccl", that torch does not know."""
+    """Checks that torch knows a user's backend, such as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: Torch does not know it.
+    """
     if value is None or not dist.is_available():
         return
     if not isinstance(value, str):
@@ -116,23 +126,23 @@ def check_backend(value: object) -> None:
             raise ValueError(
                 f"process_group_backend must be one of {', '.join(known)}, or such as "
                 f"'cpu:gloo,cuda:nccl', got {value!r}; leave it out for nccl on CUDA and gloo on "
-                "the CPU. A backend of another package must be registered before: import it first."
+                "the CPU. A backend of another package must be registered first: import it."
             )
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> Any:
-    """The store of the default process group, at MASTER_ADDR and MASTER_PORT. Collective.
+    """Opens the store of the default process group at MASTER_ADDR and MASTER_PORT. Collective.
 
-    A connection to a program that is not ours may never be answered, and torch's own timeout does
-    not end that; so a thread, which may stay behind, waits for it.
+    Another program at that address may never answer, and torch's own timeout does not end the
+    connection to it; so a thread, which may be abandoned, waits for it.
 
     Args:
-        rank: This rank.
+        rank: Rank of this process.
         size: Number of ranks.
-        timeout: Time for all ranks to come, whatever answers at the address.
+        timeout: Time in which all ranks must connect.
 
     Raises:
-        RuntimeError: Not all ranks have come in time, or something else has the port.
+        RuntimeError: Not all ranks have connected in time, or another program uses the port.
     """
     opened: list[Any] = []
     failures: list[Exception] = []
@@ -145,7 +155,7 @@ def open_store(rank: int, size: int, timeout: timedelta) -> Any:
 
     thread = threading.Thread(target=connect, daemon=True, name="lightning-zero-rendezvous")
     thread.start()
-    # Torch ends most failures itself, and knows how many ranks have come.
+    # Torch ends most failures itself, and knows how many ranks have connected.
     thread.join(timeout.total_seconds() + _RENDEZVOUS_MARGIN_S)
     if opened:
         return dist.distributed_c10d.PrefixStore("default_pg", opened[0])
@@ -163,27 +173,29 @@ def open_store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def has_world() -> bool:
+    """Whether the default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_world(group: Any) -> bool:
-    """Whether `group` is the default process group, which None means too."""
+    """Whether `group` is the default process group, as None is, too."""
     return group is None or group is dist.group.WORLD
 
 
 def world_size() -> int:
+    """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if has_world() else 1
 
 
 def wait_for_world(device: torch.device) -> None:
-    """Waits until every rank, which computes on `device`, has come here. Collective: every rank."""
+    """Waits until every rank has called this; `device` is where this rank computes. Collective."""
     if has_world():
         on_nccl = dist.get_backend() == "nccl"
         dist.barrier(device_ids=[device.index] if on_nccl else None)
 
 
 def broadcast_object(value: _T, source: int = 0) -> _T:
-    """The picklable object of rank `source`, on every rank. Collective: every rank."""
+    """Returns the picklable object of rank `source`, on every rank. Collective: every rank."""
     if not has_world():
         return value
     box = [value]
@@ -192,7 +204,7 @@ def broadcast_object(value: _T, source: int = 0) -> _T:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's picklable object, on every rank. Collective: every rank."""
+    """Returns every rank's picklable object, by rank, on every rank. Collective: every rank."""
     if not has_world():
         return [value]
     box: list[Any] = [None] * dist.get_world_size()
@@ -204,11 +216,11 @@ def gather_objects(value: Any) -> list[Any]:
 def failing_together(
     what: str, gather: Callable[[Any], Sequence[Any]] = gather_objects
 ) -> Iterator[None]:
-    """Around work that each rank does alone and that may fail on some: then all fail. Collective.
+    """Context of local work that may fail on some ranks: if it does, all ranks raise. Collective.
 
     Args:
-        what: Is done, as in "rank 1 could not open one.ckpt".
-        gather: Gives every rank's picklable object on every rank.
+        what: The work, such as "open one.ckpt" in "rank 1 could not open one.ckpt".
+        gather: Returns every rank's picklable object on every rank.
 
     Raises:
         Exception: See `raise_together`.
@@ -222,7 +234,7 @@ def failing_together(
 
 
 def describe_failure(failure: Exception | None) -> tuple[str, int | None] | None:
-    """What the other ranks learn of a failure; None where there is none."""
+    """Returns the text and errno of a failure, to be sent to the other ranks; None: no failure."""
     if failure is None:
         return None
     number = failure.errno if isinstance(failure, OSError) else None
@@ -230,47 +242,53 @@ def describe_failure(failure: Exception | None) -> tuple[str, int | None] | None
 
 
 def raise_together(
-    failure: Exception | None, told: Sequence[tuple[str, int | None] | None], what: str
+    failure: Exception | None, failures: Sequence[tuple[str, int | None] | None], what: str
 ) -> None:
-    """Raises on every rank where any has failed, as `told` by each; see `failing_together`.
+    """Raises on every rank if any rank has failed. See `failing_together`.
+
+    Args:
+        failure: This rank's failure, if any.
+        failures: Failures by rank, as `describe_failure` returns them.
+        what: As in `failing_together`.
 
     Raises:
-        Exception: `failure`, this rank's, where there is one.
-        OSError: Another rank's was one; of the same number.
-        RuntimeError: Another rank's was none. Both say which rank failed and how.
+        Exception: `failure`, if this rank has failed.
+        OSError: Another rank has failed with an OSError of this errno.
+        RuntimeError: Another rank has failed with another error. Both name the rank and its error.
     """
     if failure is not None:
         raise failure
-    for rank, one in enumerate(told):
-        if one is not None:
-            text, number = f"rank {rank} could not {what}: {one[0]}", one[1]
+    for rank, described in enumerate(failures):
+        if described is not None:
+            reason, number = described
+            text = f"rank {rank} could not {what}: {reason}"
             raise RuntimeError(text) if number is None else OSError(number, text)
 
 
 def leave_world() -> None:
-    """Destroys it, if there is one. Local."""
+    """Destroys the default process group, if there is one. Local."""
     if has_world():
         dist.destroy_process_group()
 
 
 def disconnect_groups(groups: Iterable[Any]) -> None:
-    """Ends what is under way on groups, on this rank: gloo's connections close, NCCL aborts.
+    """Ends all operations of this rank on groups: closes gloo's connections, aborts NCCL.
 
-    NCCL's groups end all together: one alone may wait for a kernel that waits for another's
-    (https://github.com/pytorch/pytorch/issues/119797). Groups that are destroyed are left out.
+    NCCL's groups are aborted together: one alone may wait for a kernel that waits for a kernel of
+    another group (https://github.com/pytorch/pytorch/issues/119797). Destroyed groups are skipped.
     """
     known: list[tuple[Any, set[str]]] = []
     for group in groups:
         with suppress(RuntimeError, ValueError):
-            dist.get_backend(group)  # raises where it is destroyed
-            # Of a group with one for each kind of device the name tells none of them.
+            dist.get_backend(group)  # raises if the group is destroyed
+            # A group with one backend per device type does not name them.
             devices = group._device_types
             known.append((group, {group._get_backend(d).name().lower() for d in devices}))
-    of_nccl = [group for group, backends in known if "nccl" in backends]
-    if of_nccl:
-        backend = of_nccl[0]._get_backend(torch.device("cuda"))
+    nccl_groups = [group for group, backends in known if "nccl" in backends]
+    if nccl_groups:
+        backend = nccl_groups[0]._get_backend(torch.device("cuda"))
         backend._group_start()
-        for group in of_nccl:
+        for group in nccl_groups:
             with suppress(RuntimeError, ValueError):
                 dist.distributed_c10d._abort_process_group(group)
         backend._group_end()
@@ -280,10 +298,10 @@ def disconnect_groups(groups: Iterable[Any]) -> None:
 
 
 def _close_pairs(group: Any) -> None:
-    """Closes a group's connections of gloo.
+    """Closes the gloo connections of a group.
 
-    Destroying the group does not while anything, a transfer or a traceback, refers to it. A receive
-    that times out closes those with all peers; where the peer has gone it fails, and closes none.
+    Destroying the group closes them only once no transfer or traceback refers to it. A receive that
+    times out closes the connections with all peers; if its peer is gone it fails and closes none.
     """
     nothing = torch.empty(1)
     for peer in range(group.size()):

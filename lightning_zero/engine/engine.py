@@ -468,7 +468,7 @@ def _begin_together(
     comm = open_comm(
         device or torch.device("cpu"),
         group_size=group_size,
-        compare=partial(compare, facts=facts, failure=failure),
+        compare=partial(compare, fields=facts, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
     return comm, device, examined, checkpointed_modules, warned

@@ -1,6 +1,6 @@
-"""What an engine did, and when: spans of time, waits, bytes. Imports no other room.
+"""Recording of what an engine does: spans of time, waits and bytes. Imports no other package.
 
-    spans       `Span`, and the `Recording` of a window, with what was hidden and what was exposed
+    spans       `Span`, and the `Recording` of a window, with overlapped and exposed time
     recorder    `Recorder`: begins and ends spans, on the host or on a CUDA stream
     streams     CUDA streams and events
 

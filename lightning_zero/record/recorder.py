@@ -1,12 +1,13 @@
-"""Watches what an engine does: spans and waits, as one `Recording` for each window.
+"""Records what an engine does: spans and waits, as one `Recording` per window.
 
-[Note: Marks] A moment is `time.perf_counter()` on the host, or an event on a CUDA stream, in which
-the work queued before it is over. What a device does is marked on the stream that does it; a wait
-on the stream that stands still, which tells also when the host has come too late with more work.
-Reads and writes of files, and steps on the CPU, are marked on the host.
+[Note: Marks] A mark is a moment: `time.perf_counter()` on the host, or an event on a CUDA stream,
+which is reached once the work queued before it is done. Work of a device is marked on the stream
+that does it; a wait on the stream that waits, so that a host that queues work too late shows up as
+well. Reads and writes of files, and steps on the CPU, are marked on the host.
 
-[Note: Waits of other threads] Nobody stands still while a thread beside the training waits, such as
-the one that steps: whoever needs its result records that wait.
+[Note: Waits of other threads] The training does not stop while a thread beside it waits, such as
+the worker that steps. So such waits are not recorded; the thread that needs the result records its
+own wait for it.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ Mark = float | streams.Event  # see [Note: Marks]
 
 @dataclass(eq=False)
 class OpenSpan:
-    """A span under way; as a context it ends with the block."""
+    """A span in progress; as a context it ends with the block."""
 
     kind: Kind
     name: str
     nbytes: int
     is_wait: bool
     start: Mark
-    now: Callable[[], Mark]  # of the clock that marked the start
-    then: Callable[[OpenSpan], object] | None  # called at the end; None: nobody wants to know
-    stop: Mark | None = None  # None: it is under way
+    now: Callable[[], Mark]  # clock that marked the start
+    on_end: Callable[[OpenSpan], object] | None  # called at the end; None: not recorded
+    stop: Mark | None = None  # None: in progress
 
     def end(self, stop: Mark | None = None) -> None:
-        """It is over, now or since `stop`. Ending twice is harmless."""
-        if self.then is not None and self.stop is None:
+        """Ends the span now, or at `stop`. Ending twice is harmless."""
+        if self.on_end is not None and self.stop is None:
             self.stop = self.now() if stop is None else stop
-            self.then(self)
+            self.on_end(self)
 
     def __enter__(self) -> OpenSpan:
         return self
@@ -56,76 +57,81 @@ class OpenSpan:
         self.end()
 
 
-# What begins while nobody records.
+# Stands for all spans while nothing is recorded.
 _OFF = OpenSpan(Kind.AGREE, "", 0, False, 0.0, time.perf_counter, None)
 
 
 def _now_on_device(device: torch.device) -> Mark:
-    """On the current stream of `device`, which may not be the current device."""
+    """Returns a mark on the current stream of `device`, which may not be the current device."""
     event = streams.make_event()
     event.record(streams.current(device))
     return event
 
 
 def _seconds_between(one: streams.Event, other: streams.Event) -> float:
-    """Negative if `other` came first, for which CUDA promises no negative answer."""
-    after = float(one.elapsed_time(other))
-    return (after if after > 0 else -float(other.elapsed_time(one))) / 1e3
+    """Returns the seconds from `one` to `other`, which are negative if `other` came first.
+
+    CUDA does not guarantee negative times, so those are measured in the other direction.
+    """
+    milliseconds = float(one.elapsed_time(other))
+    if milliseconds <= 0:
+        milliseconds = -float(other.elapsed_time(one))
+    return milliseconds / 1e3
 
 
-_OWN_THREADS = "zero-"  # names of threads beside the training begin so
+_OWN_THREADS = "zero-"  # prefix of the names of threads beside the training
 
 
 class Pending(Protocol):
-    """A collective under way. It keeps its tensors alive until `wait`."""
+    """A collective in flight. It keeps its tensors alive until `wait`."""
 
-    marks: tuple[Mark, Mark] | None  # begin and end; None: whoever waits learns of the end
+    marks: tuple[Mark, Mark] | None  # begin and end; None: `wait` finds the end
 
     def wait(self) -> None:
         """Makes the result safe to use on the current stream. Waiting twice is harmless."""
 
 
 class Recorder:
-    """Keeps spans in windows, from `begin` to `end`; from `start` to `stop` also between them.
+    """Records spans in windows, from `begin` to `end`; from `start` to `stop` also between them.
 
-    While it is off each call is a look at `is_on`. Any thread may record; `start`, `begin`, `end`
-    and `stop` are for the thread that trains. None of them is collective.
+    While it is off each call only checks `is_on`. Any thread may record; `start`, `begin`, `end`
+    and `stop` are for the thread that trains. No method is collective.
 
     Args:
-        device: Where the module computes; None: on the CPU.
-        rank: Of this process in the world.
+        device: Device on which the module computes; None: the CPU.
+        rank: Rank of this process in the world.
         world_size: Number of ranks.
     """
 
     def __init__(
         self, device: torch.device | None = None, rank: int = 0, world_size: int = 1
     ) -> None:
-        self.is_on = False  # spans are kept
+        self.is_on = False  # whether spans are recorded
         self._now: Callable[[], Mark] = time.perf_counter
         if device is not None and device.type == "cuda":
             self._now = partial(_now_on_device, device)
         self._rank = rank
         self._world_size = world_size
-        self._under_way: set[OpenSpan] = set()
-        self._over: deque[OpenSpan] = deque()
+        self._open: set[OpenSpan] = set()
+        self._finished: deque[OpenSpan] = deque()
         self._phase = _OFF
         self._layers: dict[tuple[Kind, str], OpenSpan] = {}
-        # When the window began, by both clocks; None between windows.
+        # Begin of the window, by both clocks; None between windows.
         self._zero: streams.Event | None = None
         self._zero_s: float | None = None
-        self._stops_at_end = False  # nobody has called `start`
+        self._stops_at_end = False  # recording began with the window, not with `start`
         self._step = 0
         self._counts = [0, 0, 0, 0]  # hits, misses, read hits, read misses
 
     # ---------------------------------------------------------------- windows
 
     def start(self) -> None:
-        """Keeps spans from now on, so that a window sees what was under way before it."""
+        """Begins to record, so that a window includes spans in progress at its begin."""
         self.stop()
         self.is_on = True
 
     def begin(self, step: int) -> None:
-        """A window begins after so many steps; none need have been kept. Waits for the device."""
+        """Begins a window; `step`: number of optimizer steps before it. Waits for the device."""
         if not self.is_on:
             self.start()
             self._stops_at_end = True
@@ -136,12 +142,15 @@ class Recorder:
             zero.synchronize()
             self._zero, zero = zero, time.perf_counter()
         self._zero_s = zero
-        self._keep_those_after(0.0)
+        self._keep_after(0.0)
 
     def end(self) -> Recording:
-        """The window ends, and what nobody has started stops. Waits for the device.
+        """Ends the window, and stops recording unless `start` was called. Waits for the device.
 
-        What is still under way is in it so far, and after `start` in the next one too.
+        Spans in progress are in it up to now; if recording goes on, the next window has them, too.
+
+        Raises:
+            RuntimeError: No window has begun.
         """
         if self._zero_s is None:
             raise RuntimeError("no window has begun; call begin(step) before end().")
@@ -150,40 +159,39 @@ class Recorder:
             now.synchronize()
         seconds = self._seconds(now)
         spans = []
-        for span in (*self._keep_those_after(seconds), *list(self._under_way)):
+        for span in (*self._keep_after(seconds), *list(self._open)):
             start, stop = self._seconds(span.start), self._seconds(span.stop)
             if start < seconds and stop > 0:
                 stop = seconds if stop == float("inf") else stop
-                what = (span.kind, span.name, start, stop, span.nbytes, span.is_wait)
-                spans.append(Span(*what))
+                spans.append(Span(span.kind, span.name, start, stop, span.nbytes, span.is_wait))
         spans.sort(key=lambda span: span.start_s)
         self._zero = self._zero_s = None
         if self._stops_at_end:
             self.stop()
-        who = (self._rank, self._world_size)
-        return Recording(*who, self._step, seconds, tuple(spans), *self._counts)
+        rank, world_size = self._rank, self._world_size
+        return Recording(rank, world_size, self._step, seconds, tuple(spans), *self._counts)
 
-    def _keep_those_after(self, seconds: float) -> list[OpenSpan]:
-        """All that are over; those that were before `seconds` are dropped."""
-        over = [self._over.popleft() for _ in range(len(self._over))]
-        self._over.extend(span for span in over if self._seconds(span.stop) > seconds)
-        return over
+    def _keep_after(self, seconds: float) -> list[OpenSpan]:
+        """Returns all finished spans, and drops those that ended before `seconds`."""
+        finished = [self._finished.popleft() for _ in range(len(self._finished))]
+        self._finished.extend(span for span in finished if self._seconds(span.stop) > seconds)
+        return finished
 
     def stop(self) -> None:
-        """Keeps nothing any more and drops what was kept."""
+        """Stops recording and drops all spans."""
         self.is_on = self._stops_at_end = False
         self.discard_open_spans()
-        self._over.clear()
+        self._finished.clear()
         self._zero = self._zero_s = None
 
     def discard_open_spans(self) -> None:
-        """Drops what is under way: after an exception some of it will never end."""
-        self._under_way.clear()
+        """Drops the spans in progress: after an exception some will never end."""
+        self._open.clear()
         self._layers.clear()
         self._phase = _OFF
 
     def _seconds(self, mark: Mark | None) -> float:
-        """Since the window began; infinite for what has not happened yet."""
+        """Returns the seconds since the window began; infinite for a mark not yet reached."""
         if mark is None:
             return float("inf")
         if isinstance(mark, float):
@@ -203,9 +211,14 @@ class Recorder:
         is_wait: bool = False,
         on_host: bool = False,
     ) -> OpenSpan:
-        """Begins a span, which `end` or a `with` block ends: see `Span`.
+        """Begins a span, which `end` or a `with` block ends. See `Span`.
 
-        Where it is `on_host` the device has no part in it.
+        Args:
+            kind: Kind of the work.
+            name: Name of the bucket, module, file or round.
+            nbytes: Bytes sent by this rank, or copied between tiers.
+            is_wait: Whether the span is a wait for the work.
+            on_host: Whether the host's clock measures it, because the device takes no part.
         """
         if not self.is_on:
             return _OFF
@@ -213,13 +226,13 @@ class Recorder:
             return _OFF  # see [Note: Waits of other threads]
         now = time.perf_counter if on_host else self._now
         span = OpenSpan(kind, name, nbytes, is_wait, now(), now, self._keep)
-        self._under_way.add(span)
+        self._open.add(span)
         return span
 
     def copy_span(
         self, name: str, nbytes: int, source: torch.device, target: torch.device
     ) -> OpenSpan:
-        """Begins the span of a copy on the current stream; none where both are one memory."""
+        """Begins the span of a copy on the current stream; none if both devices are the same."""
         if not self.is_on or source.type == target.type:
             return _OFF
         return self.span(Kind.TO_CPU if target.type == "cpu" else Kind.TO_DEVICE, name, nbytes)
@@ -227,9 +240,9 @@ class Recorder:
     def watch(
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
-        """Issues a collective, which the profiler shows, too.
+        """Issues a collective inside a profiler range.
 
-        Its span ends, and the wait for it begins, with `wait`.
+        `wait` of the result begins the span of the wait, and ends the collective's span.
         """
         with record_function(f"zero::{kind.value} {name}"):
             span = self.span(kind, name, nbytes)
@@ -237,18 +250,18 @@ class Recorder:
         return pending if span is _OFF else _Watched(pending, span, self)
 
     def mark(self) -> Mark | None:
-        """This moment, on the current stream where there is one; None while off."""
+        """Returns a mark of this moment, on the current stream if there is one; None while off."""
         return self._now() if self.is_on else None
 
     def _keep(self, span: OpenSpan) -> None:
-        self._under_way.discard(span)
+        self._open.discard(span)
         if self.is_on:
-            self._over.append(span)
+            self._finished.append(span)
 
     # ---------------------------------------------------------------- computation
 
     def begin_phase(self, kind: Kind | None) -> None:
-        """The computation goes over to `kind`; None: to what is not the engine's."""
+        """Begins the phase `kind` of the computation; None: computation outside the engine."""
         if not self.is_on:
             return
         for span in (*self._layers.values(), self._phase):
@@ -257,7 +270,7 @@ class Recorder:
         self._phase = _OFF if kind is None else self.span(kind)
 
     def begin_layer(self, kind: Kind, name: str) -> None:
-        """The layer `name` computes. In backward the layer before it has ended with that."""
+        """Begins the computation of layer `name`. In backward this ends the previous layer."""
         if not self.is_on:
             return
         for key in [key for key in self._layers if kind is Kind.BACKWARD is key[0]]:
@@ -266,25 +279,25 @@ class Recorder:
         self._layers[kind, name] = self.span(kind, name)
 
     def end_layer(self, kind: Kind, name: str) -> None:
-        """The layer `name` has computed."""
+        """Ends the computation of layer `name`."""
         if self.is_on:
             self._layers.pop((kind, name), _OFF).end()
 
     # ---------------------------------------------------------------- prefetch
 
     def count_prefetch(self, *, is_hit: bool) -> None:
-        """A unit is needed: it has been gathered ahead, or its gather begins only now."""
+        """Counts a needed unit; `is_hit`: its all-gather is done or in flight already."""
         if self.is_on:
             self._counts[0 if is_hit else 1] += 1
 
     def count_read(self, *, is_hit: bool) -> None:
-        """A shard in a file is needed: its read has begun ahead, or begins only now."""
+        """Counts a needed shard in a file; `is_hit`: its read is done or in flight already."""
         if self.is_on:
             self._counts[2 if is_hit else 3] += 1
 
 
 class _Watched:
-    """A pending collective that records when it is waited for."""
+    """A pending collective that records the wait for it."""
 
     def __init__(self, pending: Pending, span: OpenSpan, recorder: Recorder) -> None:
         self.marks = pending.marks

@@ -1,17 +1,17 @@
-"""What happened in one window of training, on one rank: spans of work, and waits for it.
+"""Spans of work and of waiting in one window of training, on one rank.
 
-[Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end.
-Where the computation stands still for it, that time is *exposed*; where it goes on, *hidden*. What
-is in flight while the computation stands still for something else is neither. On CUDA collectives,
-transfers and waits for them are read from events on the streams; files, and waits for them, from
-the host's clock: the device may have had work left while the host waited. On a CPU gloo does not
-tell when data has arrived, but only whoever waits for it: what nobody waited for yet counts as in
-flight, so that hidden time is an upper bound there, rates are lower bounds, and exposed time is
-exact.
+[Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end. The
+time for which the computation waits for it is *exposed*; the time for which the computation
+continues is *hidden* (overlapped). Time in flight in which the computation waits for something else
+is neither. On CUDA collectives, transfers and waits for them are measured by events on the streams;
+files, and waits for them, by the host's clock: the device may have had work left while the host
+waited. On a CPU the end of a gloo collective is only seen when it is waited for, and a collective
+that is not yet waited for counts as in flight. So on a CPU hidden time is an upper bound, rates are
+lower bounds, and exposed time is exact.
 
-[Note: Across windows] What is under way when a window ends is in it up to its end, and in the next
-window too, from before its begin. Its bytes count where it began. The gathers after a step, for
-which the next forward waits, are so.
+[Note: Across windows] A span in flight at the end of a window is in that window up to its end, and
+in the next window, too, from before its begin. Its bytes count in the window in which it began. An
+example are the all-gathers after a step, for which the next forward waits.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _GIB = 1024**3
 
 
 class Kind(Enum):
-    """What a span is; the value is its name in metrics and files."""
+    """Kind of a span; the value is its name in metrics and files."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
-    STEP = "step"  # of the optimizer
+    STEP = "step"  # the optimizer's
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"  # over replicas, of whole gradients in stage 0, of a norm
-    AGREE = "agree"  # ranks tell each other what comes next
+    ALL_REDUCE = "all_reduce"  # over replicas, of unsharded gradients in stage 0, of a norm
+    AGREE = "agree"  # rounds of the control plane, in which ranks agree on what comes next
     TO_DEVICE = "to_device"  # from CPU memory
     TO_CPU = "to_cpu"
     READ = "nvme_read"
@@ -44,28 +44,29 @@ class Kind(Enum):
 
     @property
     def is_compute(self) -> bool:
-        """Work of the device or processor itself, which transfers hide behind."""
+        """Whether it is computation, which overlaps transfers."""
         return self in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took time.
+    """Interval of time in which one piece of work, or a wait for it, took place.
 
-    Computation has one span without a name for each whole forward and backward, waits included.
-    Where units are gathered before use, spans with their names lie in it. Activation checkpointing
-    runs forwards inside backward.
+    Computation has one span without a name for each entire forward and backward, waits included. If
+    units are unsharded before use, spans with their names lie in it. With activation checkpointing,
+    forwards run inside backward.
     """
 
     kind: Kind
-    name: str  # of the bucket; of the module that computes; of the file; or what ranks agree on
-    start_s: float  # since the window began; negative: before it
+    name: str  # name of the bucket, module, file or round
+    start_s: float  # seconds since the window began; negative: before it
     stop_s: float
-    nbytes: int = 0  # sent by this rank over the wire, or moved between tiers; 0 for computation
-    is_wait: bool = False  # the computation stood still for the work of this kind and name
+    nbytes: int = 0  # bytes sent by this rank, or copied between tiers; 0 for computation
+    is_wait: bool = False  # the computation waited for the work of this kind and name
 
     @property
     def seconds(self) -> float:
+        """Length of the span."""
         return self.stop_s - self.start_s
 
 
@@ -75,23 +76,23 @@ class Recording:
 
     rank: int
     world_size: int
-    step: int  # optimizer steps before it
+    step: int  # number of optimizer steps before it
     seconds: float  # length of the window
-    spans: tuple[Span, ...] = ()  # by start; they may reach beyond the window on both sides
-    hits: int = 0  # units that had been gathered ahead, or were on their way, when needed
-    misses: int = 0  # units whose gather began only when they were needed
-    read_hits: int = 0  # shards in files that were being read, or had been, when needed
+    spans: tuple[Span, ...] = ()  # by start; they may extend beyond the window on both sides
+    hits: int = 0  # units whose all-gather was done or in flight when they were needed
+    misses: int = 0  # units whose all-gather began only when they were needed
+    read_hits: int = 0  # shards in files whose read was done or in flight when they were needed
     read_misses: int = 0  # shards in files whose read began only when they were needed
 
     def of(self, kind: Kind, *, is_wait: bool = False) -> Iterator[Span]:
-        """Spans of one kind, or the waits for it, cut to the window."""
+        """Yields the spans of one kind, or the waits for it, clipped to the window."""
         for span in self.spans:
             start, stop = max(span.start_s, 0.0), min(span.stop_s, self.seconds)
             if span.kind is kind and span.is_wait is is_wait and stop > start:
                 yield dataclasses.replace(span, start_s=start, stop_s=stop)
 
     def in_flight_s(self, kind: Kind) -> float:
-        """Seconds in which at least one span of `kind` was under way."""
+        """Seconds in which at least one span of `kind` was in flight."""
         return _covered(self.of(kind))
 
     def exposed_s(self, kind: Kind) -> float:
@@ -99,7 +100,7 @@ class Recording:
         return _covered(self.of(kind, is_wait=True))
 
     def hidden_s(self, kind: Kind) -> float:
-        """Seconds in flight in which the computation waited for nothing, of whatever kind."""
+        """Seconds in flight in which the computation waited for no span of any kind."""
         waits = [span for other in Kind for span in self.of(other, is_wait=True)]
         return _covered([*self.of(kind), *waits]) - _covered(waits)
 
@@ -108,29 +109,33 @@ class Recording:
         return sum(s.nbytes for s in self.spans if s.kind is kind and 0 <= s.start_s < self.seconds)
 
     def gib_per_s(self, kind: Kind) -> float:
-        """Bytes over seconds in flight; 0 where there was none."""
+        """GiB per second in flight; 0 if nothing was in flight."""
         seconds = self.in_flight_s(kind)
         return self.nbytes(kind) / _GIB / seconds if seconds else 0.0
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this rank waited for anything."""
+        """Seconds for which this rank waited for any span."""
         return _covered(span for kind in Kind for span in self.of(kind, is_wait=True))
 
     @property
     def waited_for_others_s(self) -> float:
-        """Likewise, but for a step of its own; the slowest rank waits least."""
+        """Seconds for which this rank waited, except for its own steps; least on the slowest."""
         kinds = [kind for kind in Kind if not kind.is_compute]
         return _covered(span for kind in kinds for span in self.of(kind, is_wait=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """For a JSON file; `from_dict` reads it."""
+        """Returns the recording as JSON values; `from_dict` reads them."""
         spans = [{**vars(span), "kind": span.kind.value} for span in self.spans]
         return {**vars(self), "spans": spans}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recording:
-        """The inverse of `to_dict`; a ValueError where `values` are not of a recording."""
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: `values` are not the fields of a recording.
+        """
         try:
             spans = tuple(Span(**{**s, "kind": Kind(s["kind"])}) for s in values["spans"])
             return cls(**{**values, "spans": spans})
@@ -139,7 +144,7 @@ class Recording:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Length of the union of intervals, in seconds."""
+    """Returns the length of the union of intervals, in seconds."""
     total, reached = 0.0, float("-inf")
     for start, stop in sorted((span.start_s, span.stop_s) for span in spans):
         total += max(stop - max(start, reached), 0.0)

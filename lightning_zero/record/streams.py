@@ -1,7 +1,7 @@
-"""CUDA streams and events: made, asked for and waited for here alone.
+"""CUDA streams and events: this module alone makes them, looks them up and waits for them.
 
-So that whoever wants to know what runs beside what need look at, or replace, one module: a test
-that proves the schedule without a device does.
+So all concurrency is visible in one module, which a test that checks the schedule without a device
+replaces.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Event = torch.cuda.Event
 
 
 def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stream | None:
-    """A stream beside the one that computes; None: `device` has no streams.
+    """Makes a stream beside the one that computes; returns None if `device` has no streams.
 
-    With a high priority, what is queued here starts before what is queued on others.
+    Work on a stream of high priority starts before queued work of other streams.
     """
     if device.type != "cuda":
         return None
@@ -28,20 +28,20 @@ def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stre
 
 
 def make_event() -> Event:
-    """A point on a stream, and its time, once it is recorded there."""
+    """Makes an event, which marks a point on a stream and its time once it is recorded."""
     return torch.cuda.Event(enable_timing=True)
 
 
 def current(device: torch.device) -> Stream:
-    """The stream on which this thread queues work for `device`."""
+    """Returns the stream on which this thread queues work for `device`."""
     return torch.cuda.current_stream(device)
 
 
 def on(stream: Stream | None) -> AbstractContextManager[Any]:
-    """Work is queued on `stream` inside; None: where it would be."""
+    """Context in which work is queued on `stream`; None: on the current stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Waits until all streams of a device have nothing left to do; None: of the current one."""
+    """Waits until all streams of `device` are idle; None: of the current device."""
     torch.cuda.synchronize(device)

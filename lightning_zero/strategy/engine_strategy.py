@@ -402,7 +402,7 @@ class EngineStrategy(ProcessStrategy):
             self._building.abort()  # what came before set-up has failed
             self._building = None
         if self._watchdog is not None:
-            self._watchdog.leave()
+            self._watchdog.finish()
         release_children()  # nothing collective comes from here on
         self._unwrap_module()
         assert self.accelerator is not None

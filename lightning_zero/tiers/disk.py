@@ -1,13 +1,13 @@
-"""The files of one process that hold shards, in a directory under a shared path.
+"""Directory of one process, under a shared path, for the files that hold its shards.
 
-[Note: Whose directory] Jobs that share a disk must not meet, and what a killed job leaves must go.
-So each process makes a directory with a name of its own and holds `flock` on a file in it, which
-the kernel lets go of when the process ends, however it ends. Who finds a directory whose lock is
-free removes it. Between making a directory and locking it another may find it free: the maker looks
-again after locking, and begins anew if it was removed. A lock on a network disk may hold for one
-machine only, so the name carries the host and the boot, and those of other machines are left alone.
-Other users may write to the shared path too: a link is not followed, and only what belongs to this
-user is removed.
+[Note: Whose directory] Jobs that share a disk must not use each other's files, and the leftovers of
+a killed job must be removed. So each process makes a directory with a unique name and holds `flock`
+on a file in it, which the kernel releases when the process ends, for any reason. A process that
+finds a directory whose lock is free removes it. Between making a directory and locking it another
+process may find its lock free: the maker checks again after locking, and starts over if the
+directory was removed. A lock on a network disk may work within one machine only, so the name
+contains the host and the boot id, and directories of other machines are not touched. Other users
+may write to the shared path, too: links are not followed, and only what this user owns is removed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LOCK = ".lock"
 _JOB_VARIABLES = ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID")
 _REASONS = {
     errno.ENOENT: "does not exist; is the disk mounted? Make the directory first",
-    errno.ENOTDIR: "is no directory; give a directory on a local NVMe disk",
+    errno.ENOTDIR: "is not a directory; use a directory on a local NVMe disk",
     errno.EACCES: "is not writable by user {uid}",
     errno.EROFS: "is mounted read-only",
     errno.ENOSPC: "is full, not even a directory can be made; free space on that disk",
@@ -51,10 +51,13 @@ _REASONS = {
 
 
 def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
-    """Make a directory of this process under `path`. See [Note: Whose directory].
+    """Makes a directory of this process under `path`. See [Note: Whose directory].
 
     Returns:
-        The directory, and the file descriptor that holds its lock: closing it gives it up.
+        The directory, and the file descriptor that holds its lock: closing it releases the lock.
+
+    Raises:
+        OSError: `path` is missing, full or not writable.
     """
     job = next((os.environ[name] for name in _JOB_VARIABLES if os.environ.get(name)), "none")
     for _ in range(100):
@@ -63,21 +66,23 @@ def locked_directory(path: Path, *, rank: int) -> tuple[Path, int]:
         try:
             directory.mkdir(mode=0o700)
         except OSError as error:
-            why = f"cannot take a directory: {error.strerror}"
+            why = f"cannot hold a directory: {error.strerror}"
             why = _REASONS.get(error.errno or 0, why).format(uid=os.getuid())
             raise OSError(error.errno, f"the NVMe path {why}", str(path)) from None
-        with contextlib.suppress(FileNotFoundError):  # removed already: begin anew
+        with contextlib.suppress(FileNotFoundError):  # removed already: try again
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             if _is_locked(lock, directory / _LOCK):
                 return directory, lock
             os.close(lock)
-    raise RuntimeError(f"other processes removed every directory made under {path}, 100 times")
+    raise RuntimeError(
+        f"other processes removed each of 100 directories made under {path}; use another nvme_path."
+    )
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove directories under `path` that processes of this machine left when they died."""
+    """Removes the directories under `path` that dead processes of this machine have left."""
     names: list[str] = []
-    with contextlib.suppress(OSError):  # whether `path` can be used is asked elsewhere
+    with contextlib.suppress(OSError):  # `locked_directory` reports an unusable path
         names = sorted(os.listdir(path))
     here = set(machine())
     for name in names:
@@ -90,11 +95,11 @@ def remove_abandoned(path: Path) -> None:
 
 def _remove_if_free(directory: Path) -> None:
     if directory.is_symlink() or directory.stat().st_uid != os.getuid():
-        return  # another user's, who may have put it there
+        return  # made by another user
     try:
         lock = os.open(directory / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
-        directory.rmdir()  # fails if it is not empty: then it is none of ours
+        directory.rmdir()  # fails if it is not empty: then it is not one of ours
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -104,20 +109,20 @@ def _remove_if_free(directory: Path) -> None:
 
 
 def _is_locked(lock: int, path: Path) -> bool:
-    """Lock it; False if another is about to remove it, or did."""
+    """Locks the file at `path`; returns False if another process is removing it, or has."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # a file system without locks: nobody can find it free
+        return True  # a file system without locks: no process can find it free
     return path.exists() and os.fstat(lock).st_ino == path.stat().st_ino
 
 
 def machine() -> tuple[str, str]:
-    """Host name, which containers change, and boot, which restarts change: either is enough.
+    """Returns host name and boot id; one equal value identifies this machine.
 
-    In the characters that the names of files may have everywhere.
+    Containers change the host name, restarts change the boot id. Both are safe in file names.
     """
     boot = ""
     with contextlib.suppress(OSError):
@@ -130,7 +135,11 @@ def _word(text: str) -> str:
 
 
 def allocate(path: Path, nbytes: int) -> None:
-    """Make a file of `nbytes` zeros that have their room on the disk; without it, no file."""
+    """Makes a file of `nbytes` zeros with its blocks allocated.
+
+    Raises:
+        OSError: The disk has not enough space, or the file cannot be made; no file is left.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
@@ -140,12 +149,12 @@ def allocate(path: Path, nbytes: int) -> None:
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        path.unlink(missing_ok=True)  # what could be allocated stays allocated otherwise
+        path.unlink(missing_ok=True)  # else what could be allocated stays allocated
         free = free_bytes(path.parent)
         raise OSError(
             error.errno,
             f"cannot allocate {nbytes} bytes ({error.strerror}; {free} bytes are free there); "
-            "free space, take another nvme_path or offload less",
+            "free space, use another nvme_path or offload less",
             str(path),
         ) from None
     finally:
@@ -153,7 +162,10 @@ def allocate(path: Path, nbytes: int) -> None:
 
 
 def supports_o_direct(directory: Path) -> bool:
-    """Whether a page can be written and read past the page cache; some refuse only then."""
+    """Returns whether a page can be written and read with O_DIRECT.
+
+    Some file systems accept the flag on opening a file and fail at the first write.
+    """
     path = directory / "probe"
     array: Any = aligned_empty(PAGE_BYTES, pin=False).numpy()
     page = [memoryview(array)]
@@ -173,24 +185,24 @@ def supports_o_direct(directory: Path) -> bool:
 
 
 def describe_io_error(error: OSError, path: Path, verb: str, offset: int, nbytes: int) -> OSError:
-    """`error`, with what was tried on which bytes of which file."""
+    """Returns `error` with the operation, the bytes and the file added."""
     reason = f"cannot {verb} {nbytes} bytes at offset {offset}: {error.strerror}"
     return OSError(error.errno, reason, str(path))
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes that this user may still write to the file system of `path`."""
+    """Returns the bytes that this user may still write to the file system of `path`."""
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
 
 
 def file_system_of(path: Path) -> str:
-    """Such as "ext4", "tmpfs"; "unknown" where none is told."""
+    """Returns the type of the file system of `path`, such as "ext4" or "tmpfs", or "unknown"."""
     return mount_of(path)[0]
 
 
 def mount_of(path: Path) -> tuple[str, set[str]]:
-    """The kind of the file system of `path` ("unknown" where none is told), and its options."""
+    """Returns the type of the file system of `path`, or "unknown", and its mount options."""
     best, kind, options = "", "unknown", set[str]()
     resolved = str(path.resolve())
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Where the mean gradient of a bucket rests when its optimizer shard is not stepped on the device.
+"""Mean gradients of buckets whose optimizer shard is not stepped on the device.
 
-A mean travels while backward goes on: from the device to page-locked CPU memory on a side stream,
-from there to its file, if it has one. At most `MAX_GRADS_IN_FLIGHT` are under way at once;
-`wait` waits for one.
+A mean is transferred while backward continues: from the device to page-locked CPU memory on a side
+stream and, in the NVMe tier, from there to its file. At most `MAX_GRADS_IN_FLIGHT` means are in
+flight at once; `OffloadedGrad.wait` waits for one.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ __all__ = ["GradQueue", "OffloadedGrad"]
 
 
 class GradQueue:
-    """The means on their way, oldest first, and the stream on which they leave the device."""
+    """Queue of the means in flight, oldest first, and the stream that copies them."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._queue: list[OffloadedGrad] = []
-        # CPU memory of means on their way: page-locking it anew takes longer than the copy.
+        # CPU memory of means in flight, kept because page-locking it takes longer than the copy.
         self.scratch = ScratchPool(
             torch.device("cpu"), allocate=storage.cpu_empty, max_kept=MAX_GRADS_IN_FLIGHT
         )
         self._stream = streams.make_stream(storage.device)
 
-    def admit(self, grad: OffloadedGrad) -> None:
-        """Makes room for `grad`: what is oldest must have landed."""
+    def enqueue(self, grad: OffloadedGrad) -> None:
+        """Appends `grad`, after waiting for the oldest means if the queue is full."""
         while len(self._queue) >= MAX_GRADS_IN_FLIGHT:
             self._queue[0].wait()
         self._queue.append(grad)
 
-    def leave(self, grad: OffloadedGrad) -> None:
+    def remove(self, grad: OffloadedGrad) -> None:
         if grad in self._queue:
             self._queue.remove(grad)
 
@@ -61,19 +61,19 @@ class GradQueue:
 
 
 @dataclass
-class _Transit:
-    """A mean on its way: in CPU memory after `event`, in its file after `transfer`."""
+class _GradTransfer:
+    """A mean in flight: in CPU memory after `event`, in its file after `transfer`."""
 
     values: Tensor  # 1-D, CPU
-    source: Tensor  # on the device; alive until the event
+    source: Tensor  # on the device; kept alive until `event`
     event: streams.Event | None
-    is_added: bool
-    is_staged: bool = False  # `values` go back to the queue
+    is_added: bool  # added to the stored mean; else replaces it
+    has_staging: bool = False  # `values` belong to the queue's scratch memory
     transfer: Transfer | None = None
 
 
 class OffloadedGrad:
-    """The mean gradient of one bucket, in CPU memory or in a file."""
+    """Mean gradient of one bucket, in CPU memory or in a file."""
 
     def __init__(
         self, queue: GradQueue, name: str, numel: int, dtype: torch.dtype, tier: Tier
@@ -83,12 +83,12 @@ class OffloadedGrad:
         self._numel = numel
         self._dtype = dtype
         self._tier = tier
-        self._transit: _Transit | None = None
-        self._num_own_users = 0  # of the memory where it rests
+        self._pending: _GradTransfer | None = None
+        self._num_own_users = 0  # users of the stored mean's memory that are its own
 
     @cached_property
     def store(self) -> ShardStore:
-        """Where the mean rests; made for the first one."""
+        """Store of the mean, made for the first mean."""
         storage = self._queue.storage
         if self._tier is Tier.NVME:
             return storage.make_optim_store(f"{self._name}.grad", self._numel, self._dtype)
@@ -98,36 +98,39 @@ class OffloadedGrad:
 
     @cached_property
     def shard(self) -> Tensor:
-        """The mean: 1-D, a CPU tensor or a LazyTensor, the same object every time."""
+        """The mean: 1-D, a CPU tensor or a LazyTensor; the same object every time."""
         return self.store.view(0, self._numel)
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes at rest."""
+        """Bytes of the store; 0 before there is one."""
         return self.store.nbytes if "store" in self.__dict__ else 0
 
     def view(self, start: int, stop: int) -> Tensor:
+        """Returns elements [start, stop) of the mean: a view, or a LazyTensor."""
         return self.store.view(start, stop)
 
     def put(self, mean: Tensor, *, is_added: bool) -> None:
-        """Sends a mean on its way here, to be added to what rests here or to replace that.
+        """Begins to transfer a mean, which is added to the stored mean or replaces it.
 
-        1-D, on the device; not to be written to any more.
+        Args:
+            mean: 1-D, on the device. The caller must not write to it any more.
+            is_added: Whether it is added; else it replaces the stored mean.
         """
         self.wait()
-        self._queue.admit(self)
-        values, is_staged = mean, False
+        self._queue.enqueue(self)
+        values, has_staging = mean, False
         if isinstance(self.store, MemoryShardStore) and not is_added:
             values = self.store.tensor
         elif self._queue.storage.has_device_memory:
-            values, is_staged = self._queue.scratch.acquire(self._numel, self._dtype), True
+            values, has_staging = self._queue.scratch.acquire(self._numel, self._dtype), True
         event = None if values is mean else self._queue.copy(mean, values, self._name)
-        self._transit = _Transit(values, mean, event, is_added, is_staged)
+        self._pending = _GradTransfer(values, mean, event, is_added, has_staging)
         if values is mean:
-            self._land(self._transit)
+            self._store_pending(self._pending)
 
     def drop_if_shared(self) -> None:
-        """Leaves the memory of a mean that nobody needs to users who hold some of it, if any."""
+        """Drops the store of a mean that is no longer needed if users still hold its memory."""
         store = self.__dict__.get("store")
         if isinstance(store, MemoryShardStore):
             self.__dict__.pop("shard", None)
@@ -135,46 +138,46 @@ class OffloadedGrad:
                 del self.__dict__["store"]
 
     def wait(self) -> None:
-        """Waits until the mean rests here."""
-        transit = self._end_transit()
-        if transit is not None:
-            if transit.transfer is None:
-                self._land(transit)
-            if transit.transfer is not None:
-                transit.transfer.wait()
-            self._give_back(transit)
+        """Waits until the mean is stored."""
+        pending = self._take_pending()
+        if pending is not None:
+            if pending.transfer is None:
+                self._store_pending(pending)
+            if pending.transfer is not None:
+                pending.transfer.wait()
+            self._release_staging(pending)
 
     def drop(self) -> None:
-        """Forgets what is on its way, after an exception."""
-        transit = self._end_transit()
-        if transit is not None:
-            if transit.transfer is not None:
-                transit.transfer.wait_until_done()
-            self._give_back(transit)
+        """Drops a mean in flight, after an exception."""
+        pending = self._take_pending()
+        if pending is not None:
+            if pending.transfer is not None:
+                pending.transfer.wait_until_done()
+            self._release_staging(pending)
 
-    def _end_transit(self) -> _Transit | None:
-        """What was on its way; it is in CPU memory by now."""
-        transit, self._transit = self._transit, None
-        self._queue.leave(self)
-        if transit is not None and transit.event is not None:
+    def _take_pending(self) -> _GradTransfer | None:
+        """Removes and returns the mean in flight, once it is in CPU memory."""
+        pending, self._pending = self._pending, None
+        self._queue.remove(self)
+        if pending is not None and pending.event is not None:
             recorder = self._queue.storage.recorder
             with recorder.span(Kind.TO_CPU, self._name, is_wait=True):
-                transit.event.synchronize()
-        return transit
+                pending.event.synchronize()
+        return pending
 
-    def _give_back(self, transit: _Transit) -> None:
-        if transit.is_staged:
-            self._queue.scratch.release(transit.values)
+    def _release_staging(self, pending: _GradTransfer) -> None:
+        if pending.has_staging:
+            self._queue.scratch.release(pending.values)
 
-    def _land(self, transit: _Transit) -> None:
+    def _store_pending(self, pending: _GradTransfer) -> None:
         store = self.store
         if isinstance(store, FileShardStore):
-            values = transit.values
-            if transit.is_added:
+            values = pending.values
+            if pending.is_added:
                 values = values.add_(store.fetch(0, self._numel))
-            transit.transfer = store.begin_write(values)
-        elif transit.is_added:
-            store.fetch(0, self._numel).add_(transit.values)
+            pending.transfer = store.begin_write(values)
+        elif pending.is_added:
+            store.fetch(0, self._numel).add_(pending.values)
 
     def apply_(self, change: Callable[[Tensor], object], start: int, stop: int) -> None:
         """Changes elements [start, stop) in place."""
@@ -185,6 +188,6 @@ class OffloadedGrad:
 
 
 def _num_users(tensor: Tensor) -> int:
-    """How many tensors show the memory of `tensor`, and objects that stand for it."""
+    """Returns the number of tensors and storage objects that use the memory of `tensor`."""
     num_users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return num_users

@@ -1,4 +1,4 @@
-"""CPU memory that disk and device can both reach: page-aligned, pinned for CUDA; and how much."""
+"""CPU memory for transfers, page-aligned and pinned for CUDA, and how much is available."""
 
 from __future__ import annotations
 
@@ -28,35 +28,41 @@ _MADV_WIPEONFORK = 18  # <linux/mman.h>; the mmap module does not name it
 
 
 class _Pages(mmap.mmap):
-    """Anonymous private memory that begins on a page; unpins itself before it goes."""
+    """Anonymous private memory that begins on a page boundary; unpinned when it is freed."""
 
-    pinned_at: int | None = None  # address
+    pinned_at: int | None = None  # address; None: not pinned
 
     def __del__(self) -> None:
         if self.pinned_at is not None:
-            # A driver that is shut down has unpinned it already.
+            # A driver that has shut down has unpinned it already.
             with contextlib.suppress(Exception):
                 torch.cuda.cudart().cudaHostUnregister(self.pinned_at)
 
 
 def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
-    """Uninitialised CPU memory: 1-D, uint8, `nbytes`, beginning at a multiple of 4096.
+    """Allocates uninitialised CPU memory: 1-D, uint8, `nbytes`, at a multiple of 4096.
 
-    Pages of our own, not `torch.empty(pin_memory=True)`: that one rounds up to a power of two.
-    Pinned, if asked for, where CUDA is there; a RuntimeError where the driver refuses this much.
+    The pages are mapped directly: `torch.empty(pin_memory=True)` rounds up to a power of two.
+
+    Args:
+        nbytes: Bytes to allocate.
+        pin: Whether to pin the memory if CUDA is available.
+
+    Raises:
+        RuntimeError: The driver cannot pin so much memory.
     """
     return _map(nbytes, pin=pin)[0]
 
 
 def make_buffers(count: int, nbytes: int, *, pin: bool) -> list[Tensor]:
-    """`count` tensors as of `aligned_empty`, which a forked child does not share."""
+    """Allocates `count` tensors as `aligned_empty` does, which a forked child does not share."""
     if count < 1 or nbytes < 1:
         raise ValueError(f"expected a count and bytes of at least 1, got {count} and {nbytes}")
     buffers = []
     for _ in range(count):
         buffer, pages = _map(nbytes, pin=pin)
-        # A fork shares private pages until one side writes, and a transfer under way would then
-        # fill the other side's copy (open(2), O_DIRECT). A child gets zeros instead.
+        # A fork shares private pages until one side writes, and a transfer in flight would then
+        # fill the other side's copy (open(2), O_DIRECT). With this a child gets zeros instead.
         with contextlib.suppress(OSError):
             pages.madvise(_MADV_WIPEONFORK)
         buffers.append(buffer)
@@ -64,17 +70,18 @@ def make_buffers(count: int, nbytes: int, *, pin: bool) -> list[Tensor]:
 
 
 class BufferPool:
-    """Buffers that are taken and given back, by any thread; first given, first taken."""
+    """Pool of buffers for any thread, in first-in, first-out order."""
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self.nbytes = buffers[0].numel()  # of one buffer
+        self.nbytes = buffers[0].numel()  # bytes of one buffer
         self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
         self._is_closed = False
 
     def take(self, *, waits: bool = True) -> Tensor | None:
-        """A free buffer, 1-D, uint8, `nbytes`; None if all are taken.
+        """Returns a free buffer (1-D, uint8, `nbytes`), or None if all are in use.
 
-        `waits`: for copies to a device that `give` has told of; else None if one is under way.
+        With `waits`, waits for the copy that still reads the buffer; else returns None in that
+        case.
         """
         try:
             buffer, left = self._free.popleft()
@@ -88,21 +95,21 @@ class BufferPool:
         return buffer
 
     def give(self, buffer: Tensor, left: Event | None = None) -> None:
-        """Give back what `take` gave; nothing may use its memory any more once `left` is past."""
+        """Returns a buffer to the pool; `left`: event after which nothing uses its memory."""
         if not self._is_closed:
             self._free.append((buffer, left))
 
     def close(self) -> None:
-        """Let go of the buffers; `take` returns None from now on."""
+        """Frees the buffers once no copy reads them; `take` then returns None."""
         self._is_closed = True
         while self.take() is not None:
-            pass  # no copy reads it any more
+            pass
 
 
 def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
     pages = _Pages(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Large pages make few, long segments of a transfer: 2.4 times the rate of small ones on a
-    # virtual disk of a cloud. Some kernels have none.
+    # Huge pages make a transfer of few, long segments: 2.4 times the rate of small pages on a
+    # cloud's virtual disk. Some kernels have none.
     with contextlib.suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
@@ -113,13 +120,13 @@ def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
         if int(code) != 0:
             raise RuntimeError(
                 f"cannot pin {nbytes} bytes of CPU memory (CUDA error {int(code)}); use smaller or "
-                "fewer buffers, or pin_memory=False"
+                "fewer buffers, or pin_memory=False."
             )
         pages.pinned_at = tensor.data_ptr()
     return tensor, pages
 
 
-# By version of control groups: where they are mounted, and the files of limit and use.
+# By cgroup version: mount folder, files of limit and usage, and the cache's name in memory.stat.
 _CGROUPS = {
     1: ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("", "memory.max", "memory.current", "inactive_file"),
@@ -127,7 +134,7 @@ _CGROUPS = {
 
 
 def available_memory_bytes() -> int:
-    """CPU memory that this machine, or the container or job that we run in, can still give."""
+    """Returns the free CPU memory of this machine, or of the container or job if that is less."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -140,7 +147,7 @@ def available_memory_bytes() -> int:
 def cgroup_free_bytes(
     membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """Bytes that each control group around this process has left, its cache of files counted in."""
+    """Yields the free bytes of each cgroup of this process; cached file pages count as free."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -159,13 +166,13 @@ def cgroup_free_bytes(
                 taken = int((mount / folder / group / used).read_text())
                 stat = (mount / folder / group / "memory.stat").read_text().split()
             except (OSError, ValueError):
-                continue  # not seen from inside a container
+                continue  # not visible inside a container
             cached = int(stat[stat.index(cache) + 1]) if cache in stat else 0
             yield int(text) - taken + cached
 
 
 def local_world_size() -> int:
-    """Ranks that share this machine, as the launcher tells; all of them where it does not."""
+    """Returns the number of ranks on this machine if the launcher sets it, else of all ranks."""
     for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE", "WORLD_SIZE"):
         value = os.environ.get(name, "")
         if value.isdigit():

@@ -1,16 +1,16 @@
 """Files of fixed size that threads read and write in blocks, past the page cache.
 
-[Note: Order of transfers] A transfer moves its bytes when all earlier ones of the same file that
-touch a common byte are done, if one of the two is a write: so a read sees every write that was
-asked for before it, and none that was asked for after. A thread that takes a block waits for what
-comes before it; that was asked for earlier, and blocks are taken in the order in which they were
-asked for, so no two wait for each other. Bytes whose write failed are broken: a read of them raises
-that error until writes have covered them.
+[Note: Order of transfers] A transfer moves its bytes once all earlier transfers of the same file
+that overlap it are done, if one of the two is a write: so a read sees every write that was
+requested before it, and none that was requested after. A thread that takes a block waits for the
+earlier transfers. Those were requested before, and blocks are taken in the order of the requests,
+so no two threads wait for each other. Bytes whose write has failed are broken: reading them raises
+that error until a write has covered them.
 
 [Note: Signals] Ctrl-C raises an exception between any two steps of Python code in the main thread,
-inside `threading.Condition` too, whose lock it then keeps for ever; futures and executors are built
-on it. So what the main thread shares with the threads here are plain locks and a `SimpleQueue`,
-which stay whole, and after an interrupt the store can be closed. It cannot be used any further.
+also inside `threading.Condition`, whose lock then stays locked; futures and executors are built on
+it. So the main thread shares with the threads here only plain locks and a `SimpleQueue`, which stay
+consistent, and after an interrupt the store can be closed. It cannot be used any further.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from lightning_zero.tiers.disk import (
 __all__ = ["NvmeFile", "NvmeStore", "Transfer"]
 
 _Queue = SimpleQueue[Callable[[], None] | None]  # of blocks; None ends a thread
-_Thread = tuple[threading.Thread, _Queue]  # and what it takes its blocks from
+_Thread = tuple[threading.Thread, _Queue]  # a thread and its queue of blocks
 
-# A page at the end of each file that is never written: a file that was cut short cannot grow back
-# to its size by our own writes, and so is always noticed.
+# A page at the end of each file that is never written: so a truncated file cannot grow back to its
+# size by our own writes, and is always detected.
 _GUARD_BYTES = PAGE_BYTES
 
 
 class Transfer:
     """A read or write of the bytes [start, stop) of one file.
 
-    It is made by `NvmeFile.read` and `NvmeFile.write`. Until it is done its memory belongs to it:
-    what a read fills must not be used, what a write takes must not be changed.
+    Made by `NvmeFile.read` and `NvmeFile.write`. Until it is done the target of a read must not be
+    used, and the source of a write must not be changed.
     """
 
     def __init__(
@@ -66,20 +66,21 @@ class Transfer:
         self.is_write = is_write
         self.start = start  # bytes, in the file
         self.stop = stop
-        self.is_stale = False  # a write to the same bytes was asked for after this read
+        self.is_stale = False  # a write to the same bytes was requested after this read
         self.is_cancelled = False
         self.is_done = False  # the memory is free again, after success, failure or `cancel`
-        self.error: Exception | None = None  # what went wrong so far
-        self._what = (Kind.WRITE if is_write else Kind.READ, name)
+        self.error: Exception | None = None  # first error so far
+        self._kind = Kind.WRITE if is_write else Kind.READ
+        self._name = name
         self._recorder = recorder
-        self._span = recorder.span(*self._what, stop - start, on_host=True)
+        self._span = recorder.span(self._kind, name, stop - start, on_host=True)
         self._num_left = 0  # blocks
         self._lock = threading.Lock()
-        self._under_way = threading.Lock()  # see [Note: Signals]
-        self._under_way.acquire()
+        self._in_flight = threading.Lock()  # held until done; see [Note: Signals]
+        self._in_flight.acquire()
 
     def begin(self, blocks: Sequence[Callable[[], None]], queue: _Queue) -> None:
-        """Queue the work on each block, which calls `end_block`."""
+        """Queues the blocks; each calls `end_block`."""
         self._num_left = len(blocks)
         for block in blocks:
             queue.put(block)
@@ -87,14 +88,14 @@ class Transfer:
             self._finish()
 
     def abandon(self) -> None:
-        """After an interrupt in `begin`: it is done, though a thread may still move a block."""
+        """Marks it as done after an interrupt in `begin`; a thread may still move a block."""
         self.cancel()
         with self._lock:  # a thread may end its last block at this moment
             if not self.is_done:
                 self._finish()
 
     def end_block(self, error: Exception | None) -> None:
-        """A block is moved or, for this reason, given up; then no further one is begun."""
+        """Marks one block as moved or, with an error, as failed; then no further block begins."""
         with self._lock:
             self.error = self.error or error
             self.is_cancelled |= error is not None
@@ -105,25 +106,26 @@ class Transfer:
     def _finish(self) -> None:
         self._span.end()
         self.is_done = True
-        self._under_way.release()
+        self._in_flight.release()
 
     def wait(self) -> None:
-        """Return when all bytes are moved; any thread may call it, any number of times.
+        """Waits until all bytes are moved; any thread may call it, any number of times.
 
-        An OSError with the path, the offset and the bytes, if the transfer failed.
+        Raises:
+            OSError: The transfer failed; with the path, the offset and the number of bytes.
         """
-        with self._recorder.span(*self._what, is_wait=True, on_host=True):
+        with self._recorder.span(self._kind, self._name, is_wait=True, on_host=True):
             self.wait_until_done()
         if self.error is not None:
             raise self.error
 
     def wait_until_done(self) -> None:
-        """Return when the memory is free, whatever came of it."""
-        with self._under_way:
+        """Waits until the memory is free, after success or failure."""
+        with self._in_flight:
             pass
 
     def cancel(self) -> None:
-        """Move no block that is not under way yet; `wait_until_done` says when the memory is free."""
+        """Begins no further block; the memory is free after `wait_until_done`."""
         self.is_cancelled = True
 
     def overlaps(self, other: Transfer) -> bool:
@@ -138,31 +140,31 @@ class NvmeFile:
     ) -> None:
         self.path = path
         self.nbytes = nbytes  # a multiple of 4096
-        self.name = name  # of what is in it
+        self.name = name  # name of its content
         self._store = store
         self._descriptor = descriptor
         self._lock = threading.Lock()
         self._in_flight: list[Transfer] = []
-        self._reads: list[weakref.ref[Transfer]] = []  # whose values somebody may still use
-        self._broken: list[tuple[int, int, Exception]] = []  # start, stop, why
+        self._reads: list[weakref.ref[Transfer]] = []  # reads that may still be used
+        self._broken: list[tuple[int, int, Exception]] = []  # start, stop, error of the write
 
     def read(self, offset: int, into: Tensor, *, after: Sequence[Transfer] = ()) -> Transfer:
-        """Begin to fill `into` from `offset`.
+        """Begins to fill `into` with the bytes from `offset` on.
 
         Args:
-            offset: Bytes, a multiple of 4096.
+            offset: Offset in bytes, a multiple of 4096.
             into: 1-D, contiguous, any dtype, CPU; its memory begins at a multiple of 4096 and has
                 a multiple of 4096 bytes.
-            after: Transfers that use the memory until they are done.
+            after: Transfers that use this memory, which the read waits for.
         """
         return self._begin(offset, into, after, is_write=False)
 
     def write(self, offset: int, source: Tensor) -> Transfer:
-        """Begin to write `source` at `offset`; both as of `read`."""
+        """Begins to write `source` at `offset`; both as in `read`."""
         return self._begin(offset, source, (), is_write=True)
 
     def cancel(self) -> None:
-        """Begin no block any more that is not under way yet."""
+        """Begins no further block of any transfer of this file."""
         with self._lock:
             for transfer in self._in_flight:
                 transfer.cancel()
@@ -177,7 +179,7 @@ class NvmeFile:
         assert offset % PAGE_BYTES == len(view) % PAGE_BYTES == 0, (offset, len(view))
         assert 0 <= offset <= stop <= self.nbytes, (offset, stop, self.nbytes)
         new = Transfer(self.name, store.recorder, is_write=is_write, start=offset, stop=stop)
-        with self._lock:  # in the order in which blocks are queued
+        with self._lock:  # transfers are listed in the order in which their blocks are queued
             self._in_flight = [other for other in self._in_flight if not other.is_done]
             before = [
                 other
@@ -199,21 +201,21 @@ class NvmeFile:
                 self._in_flight.append(new)
                 new.begin(blocks, store.writing if is_write else store.reading)
             except BaseException:
-                new.abandon()  # nobody may wait for what was not begun
+                new.abandon()  # else a later transfer would wait for it without end
                 raise
         return new
 
     def _run(
         self, transfer: Transfer, before: list[Transfer], offset: int, view: memoryview
     ) -> None:
-        """Move a block, on a thread of the store."""
+        """Moves a block; runs on a thread of the store."""
         stop = offset + len(view)
         failure: Exception | None = None
         try:
             for other in () if transfer.is_cancelled else before:
                 other.wait_until_done()
             if transfer.is_cancelled:
-                raise OSError(errno.ECANCELED, "it was given up before it began")
+                raise OSError(errno.ECANCELED, "cancelled before it began")
             if transfer.is_write:
                 self._move(os.pwritev, offset, view)
             else:
@@ -232,11 +234,11 @@ class NvmeFile:
     def _move(self, call: Callable[..., int], offset: int, view: memoryview) -> None:
         size = os.fstat(self._descriptor).st_size
         if size < self.nbytes + _GUARD_BYTES:
-            raise OSError(errno.EIO, f"another process cut the file to {size} bytes")
+            raise OSError(errno.EIO, f"another process truncated the file to {size} bytes")
         done = 0
         while done < len(view):
             count = call(self._descriptor, [view[done:]], offset + done)
-            count -= count % PAGE_BYTES  # O_DIRECT goes on at a page only
+            count -= count % PAGE_BYTES  # O_DIRECT can only continue at a page
             if count == 0:
                 raise OSError(errno.EIO, f"the disk moved nothing after {done} bytes")
             done += count
@@ -247,7 +249,7 @@ class NvmeFile:
                 raise error
 
     def _mark(self, start: int, stop: int, error: Exception | None) -> None:
-        """The bytes [start, stop) are broken or, with no error, whole again."""
+        """Marks the bytes [start, stop) as broken or, without an error, as intact again."""
         with self._lock:
             rest = [
                 (first, last, old)
@@ -259,21 +261,23 @@ class NvmeFile:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of `tensor`, not copied."""
+    """Returns the bytes of `tensor`, not copied."""
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.dim() == 1, tensor.shape
     assert tensor.is_contiguous(), tensor.stride()
     assert tensor.data_ptr() % PAGE_BYTES == 0, tensor.data_ptr()
-    array: Any = tensor.detach().view(torch.uint8).numpy()  # a Buffer from Python 3.12 on only
+    array: Any = (
+        tensor.detach().view(torch.uint8).numpy()
+    )  # typed as a Buffer only from Python 3.12 on
     return memoryview(array)
 
 
 class NvmeStore:
-    """The files of one process under `path`, and the threads that move their bytes.
+    """Files of one process under `path`, and the threads that move their bytes.
 
-    They lie in a directory of their own that goes with `close`, with the process or, if it was
-    killed, with the next store under `path` (see [Note: Whose directory]). A forked child can
-    neither use nor remove it. Any thread may use it.
+    The files have a directory of their own. It is removed by `close`, at the end of the process or,
+    after a kill, by the next store under `path` (see [Note: Whose directory]). A forked child can
+    neither use nor remove it. Any thread may use the store.
     """
 
     directory: Path
@@ -289,15 +293,19 @@ class NvmeStore:
         block_bytes: int = 4 * 2**20,
         recorder: Recorder | None = None,
     ) -> None:
-        """Make the directory and look whether the disk takes O_DIRECT.
+        """Makes the directory and checks whether the disk supports O_DIRECT.
 
         Args:
-            path: An existing directory, to be shared with other jobs or not.
-            rank: Of this process, for the directory's name.
-            num_read_threads: Blocks that are read at once.
-            num_write_threads: Blocks that are written at once.
+            path: An existing directory, which other jobs may use, too.
+            rank: Rank of this process, part of the directory's name.
+            num_read_threads: Number of blocks that are read at once.
+            num_write_threads: Number of blocks that are written at once.
             block_bytes: Bytes that a thread moves at once, a multiple of 4096.
-            recorder: Of reads and writes, and the waits for them.
+            recorder: Records reads and writes, and the waits for them; None: no records.
+
+        Raises:
+            ValueError: A number of threads or the size of blocks is wrong.
+            OSError: The directory cannot be made or written to.
         """
         if min(num_read_threads, num_write_threads) < 1:
             raise ValueError(
@@ -306,7 +314,7 @@ class NvmeStore:
             )
         if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
             raise ValueError(f"block_bytes must be a multiple of {PAGE_BYTES}, got {block_bytes}")
-        self.block_bytes = block_bytes  # of transfers from now on; may be set
+        self.block_bytes = block_bytes  # of later transfers; may be set
         self.recorder = recorder or Recorder()
         self.bytes_read = self.bytes_written = 0  # since construction
         self._pid = os.getpid()
@@ -319,7 +327,7 @@ class NvmeStore:
         threads += [_start("nvme-write", self.writing) for _ in range(num_write_threads)]
         self._files: list[NvmeFile] = []
         self._descriptors = [lock]
-        # Runs at exit too.
+        # Also runs at exit.
         self._finalizer = weakref.finalize(
             self, _end, threads, self.directory, self._descriptors, self._pid
         )
@@ -332,13 +340,14 @@ class NvmeStore:
             raise describe_io_error(error, self.directory, "write", 0, PAGE_BYTES) from None
         if not self.is_direct and _local_rank(rank) == 0:
             warnings.warn(
-                f"{path} ({file_system_of(Path(path))}) refuses O_DIRECT: its files pass through "
-                "the page cache, which takes CPU time and memory; use a local NVMe disk.",
+                f"{path} ({file_system_of(Path(path))}) does not support O_DIRECT: its files are "
+                "read and written through the page cache, which costs CPU time and memory; use a "
+                "local NVMe disk.",
                 stacklevel=2,
             )
 
     def create(self, name: str, nbytes: int) -> NvmeFile:
-        """Make a file with room for `nbytes`, rounded up to 4096; its bytes are zero."""
+        """Makes a file of `nbytes` zeros, rounded up to a multiple of 4096."""
         self.check_open()
         nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._lock:
@@ -351,7 +360,7 @@ class NvmeStore:
         return file
 
     def close(self) -> None:
-        """Wait for what is under way, give up what is not, and remove everything; idempotent."""
+        """Finishes the blocks in flight, cancels the others and removes all files; idempotent."""
         if os.getpid() != self._pid or not self._finalizer.alive:
             return
         for file in self._files:
@@ -359,14 +368,14 @@ class NvmeStore:
         self._finalizer()
 
     def check_open(self) -> None:
-        """Refuse, by a RuntimeError, to work in a forked child and after `close`."""
+        """Raises a RuntimeError in a forked child and after `close`."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"the files in {self.directory} belong to process {self._pid}; a forked child "
-                "(a DataLoader worker, say) must not use them"
+                "(such as a DataLoader worker) must not use them."
             )
         if not self._finalizer.alive:
-            raise RuntimeError(f"the files in {self.directory} are closed and removed")
+            raise RuntimeError(f"the files in {self.directory} are closed and removed.")
 
     def count(self, nbytes: int, *, is_write: bool) -> None:
         with self._lock:
@@ -389,15 +398,16 @@ def _work(queue: _Queue) -> None:
 
 
 def _end(threads: list[_Thread], directory: Path, descriptors: list[int], pid: int) -> None:
-    """End a store, in its own process only."""
+    """Ends a store, in its own process only."""
     if os.getpid() != pid:
         return
     for _, queue in threads:
         queue.put(None)
     for thread, _ in threads:
-        if thread is not threading.current_thread():  # which may collect garbage
+        if thread is not threading.current_thread():  # garbage collection may run this there
             thread.join()
-    # The lock, the first descriptor, goes last: until then nobody else looks into the directory.
+    # The lock is the first descriptor. It is closed last, so that no other process removes the
+    # directory before.
     lock = descriptors[:1]
     del descriptors[:1]
     _close_all(descriptors)
@@ -406,12 +416,12 @@ def _end(threads: list[_Thread], directory: Path, descriptors: list[int], pid: i
 
 
 def _close_all(descriptors: list[int]) -> None:
-    while descriptors:  # emptied, for this runs again in the fork of a fork
+    while descriptors:  # emptied, because this runs again in a fork of a fork
         os.close(descriptors.pop())
 
 
 def _local_rank(rank: int) -> int:
-    """The rank on this machine where a launcher tells it."""
+    """Returns the rank on this machine if a launcher has set it, else `rank`."""
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])

@@ -1,15 +1,15 @@
-"""Read, step, write: jobs on files pass through a few buffers while the disk works both ways.
+"""Pipeline that reads, processes and writes ranges of files through a few buffers.
 
-[Note: Time in a pipeline] With three buffers, r reads into a buffer, * runs, w writes it back:
+[Note: Time in a pipeline] With three buffers; r: read into the buffer, *: run, w: write it back:
 
     buffer 0   r0 *0 w0 r3 *3 w3
     buffer 1   r1 .. *1 w1 r4 *4 w4
     buffer 2   r2 .. .. *2 w2 r5 *5 w5
 
-Jobs run on the caller's thread, in order. As soon as a job has run, its writes are asked for and,
-behind them, the reads of the job that gets its buffer next: so the disk never waits for the caller.
-What a job reads may have been read before an earlier job asked to write it: then it is read again
-(see `Transfer.is_stale`).
+Jobs run on the caller's thread, in order. As soon as a job has run, its writes are queued and,
+behind them, the reads of the next job that uses its buffer: so the disk never waits for the caller.
+If bytes were read before an earlier job has queued a write to them, they are read again (see
+`Transfer.is_stale`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ __all__ = ["FileRange", "Task", "Pipeline"]
 
 @dataclass(frozen=True)
 class FileRange:
-    """Bytes of one file that a job reads, writes or both."""
+    """Range of one file that a job reads, writes or both."""
 
     file: NvmeFile
     offset: int  # bytes, a multiple of 4096
     nbytes: int  # a multiple of 4096
     is_written: bool
-    is_read: bool = True  # False: the job finds what an earlier one left there
+    is_read: bool = True  # False: the buffer keeps the content that an earlier job left
 
     def __post_init__(self) -> None:
         assert self.offset % PAGE_BYTES == self.nbytes % PAGE_BYTES == 0, self
@@ -44,10 +44,10 @@ class FileRange:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Work on some ranges that are in one buffer together.
+    """Work on ranges that share one buffer.
 
-    `run` gets one uint8 view per range, in order. When it returns nothing may use the views any
-    more, no copy on a CUDA stream either.
+    `run` receives one uint8 view per range, in order. After it has returned nothing may use the
+    views, not even a copy on a CUDA stream.
     """
 
     ranges: Sequence[FileRange]
@@ -55,7 +55,7 @@ class Task:
 
     @property
     def nbytes(self) -> int:
-        """Of the buffer that it takes."""
+        """Bytes of the buffer that the task uses."""
         return sum(part.nbytes for part in self.ranges)
 
 
@@ -67,11 +67,11 @@ class _Slot:
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self.rest()
-        self.writes: list[Transfer] = []  # of the job before, until somebody has waited for them
+        self.clear()
+        self.writes: list[Transfer] = []  # writes of the previous job, until waited for
 
-    def rest(self) -> None:
-        """Keep nothing alive that a job knew."""
+    def clear(self) -> None:
+        """Drops the job and all references to its data."""
         self.job = _NO_JOB
         self.views: list[Tensor] = []
         self.reads: list[Transfer] = []
@@ -98,10 +98,10 @@ class _Slot:
         for part, view in zip(self.job.ranges, self.views, strict=True):
             if part.is_written:
                 self.writes.append(part.file.write(part.offset, view))
-        self.rest()
+        self.clear()
 
     def finish_writes(self) -> list[Transfer]:
-        """Those that this has waited for, be they good or not."""
+        """Waits for all writes, successful or not, and returns them."""
         for transfer in self.writes:
             transfer.wait_until_done()
         writes, self.writes = self.writes, []
@@ -112,36 +112,36 @@ class _Slot:
             transfer.cancel()
         for transfer in self.reads:
             transfer.wait_until_done()
-        self.rest()
+        self.clear()
 
 
 class Pipeline:
-    """Runs jobs through buffers that nobody else uses; one thread at a time may call it.
+    """Runs jobs through buffers of its own; one thread at a time may call it.
 
-    After an exception of a job or of a transfer it can be used again. The buffers: uint8, of one
+    It stays usable after an exception of a job or of a transfer. The buffers are uint8, of one
     size, page-aligned.
     """
 
     def __init__(self, buffers: Iterable[Tensor], recorder: Recorder | None = None) -> None:
         self._recorder = recorder or Recorder()
         self._slots = [_Slot(buffer) for buffer in buffers]
-        self._resting = deque(self._slots)  # the one whose writes were asked for first comes first
-        self._loaded: deque[_Slot] = deque()  # with the next jobs, in order
+        self._free = deque(self._slots)  # by the time at which their writes were queued
+        self._loaded: deque[_Slot] = deque()  # slots of the next jobs, in order
 
     def prefetch(self, jobs: Sequence[Task]) -> None:
-        """Begin to read the first jobs, as far as buffers go.
+        """Begins to read the ranges of the first jobs, as far as buffers suffice.
 
-        The next `run` begins with them where its jobs have the same ranges; else they are dropped.
+        The next `run` uses them if its first jobs have the same ranges; else they are dropped.
         """
         self._check(jobs)
         self._drop()
         self._load(iter(jobs))
 
     def run(self, jobs: Sequence[Task]) -> None:
-        """Run all jobs in order; writes may be on their way when it returns.
+        """Runs all jobs in order; writes may still be in flight when it returns.
 
-        After an exception (of a job; an OSError of a read, or of a write so far) nothing is read
-        ahead any more; `cancel` waits for the writes.
+        After an exception (of a job, or an OSError of a read or an earlier write) all prefetched
+        reads are dropped; `cancel` waits for the writes.
         """
         self._check(jobs)
         begun = [list(slot.job.ranges) for slot in self._loaded]
@@ -160,14 +160,13 @@ class Pipeline:
             raise
 
     def drain(self) -> None:
-        """Wait for all writes; an OSError if one of them failed."""
+        """Waits for all writes; raises an OSError if one of them failed."""
         self._finish_writes(self._slots)
 
     def cancel(self) -> None:
-        """Drop what was read, finish what is being written, and forget errors.
+        """Drops what was read, finishes the writes, and discards errors.
 
-        Then no transfer touches a buffer. Bytes whose write failed are not forgotten: reading them
-        is an error.
+        Then no transfer uses a buffer. Reading bytes whose write has failed is still an error.
         """
         self._drop()
         for slot in self._slots:
@@ -179,14 +178,14 @@ class Pipeline:
             if job.nbytes > size:
                 raise ValueError(
                     f"expected jobs of at most {size} bytes, the size of a buffer, got one of "
-                    f"{job.nbytes}; use a larger buffer_size"
+                    f"{job.nbytes}; use a larger buffer_size."
                 )
 
     def _load(self, waiting: Iterator[Task]) -> None:
-        """Begin to read what has a buffer; the writes of the job that had it may be under way."""
-        while self._resting and (job := next(waiting, None)) is not None:
-            self._resting[0].begin_reads(job)
-            self._loaded.append(self._resting.popleft())
+        """Begins the reads of jobs that get a buffer; its previous writes may be in flight."""
+        while self._free and (job := next(waiting, None)) is not None:
+            self._free[0].begin_reads(job)
+            self._loaded.append(self._free.popleft())
 
     def _run_next(self) -> None:
         slot = self._loaded[0]
@@ -194,7 +193,7 @@ class Pipeline:
         slot.wait_for_reads()
         slot.job.run(slot.views)
         slot.begin_writes()
-        self._resting.append(self._loaded.popleft())
+        self._free.append(self._loaded.popleft())
 
     def _finish_writes(self, slots: Sequence[_Slot]) -> None:
         with self._recorder.span(Kind.WRITE, is_wait=True, on_host=True):
@@ -206,4 +205,4 @@ class Pipeline:
         for slot in self._slots:
             slot.drop_reads()
         self._loaded.clear()
-        self._resting = deque(self._slots)
+        self._free = deque(self._slots)

@@ -1,12 +1,12 @@
-"""Where the shards of one rank rest, and how they move between tiers.
+"""Stores of the shards of one rank, and the copies between tiers.
 
-A store holds one flat tensor in memory or in a file, and answers for ranges of elements: in memory
-by a view; from a file by a copy, which `write` writes back. Who steps many ranges in a row lets a
-`Pipeline` move them instead: `range_of` names a range for it. `Storage` makes all stores of an
+A store holds one flat tensor, in memory or in a file, and gives access to ranges of its elements:
+in memory by a view; in a file by a copy, which `write` writes back. To step many ranges in a row a
+`Pipeline` moves them instead: `range_of` describes a range for it. `Storage` makes all stores of an
 engine and owns their files and buffers.
 
-[Note: Apart or together] On a CUDA device the CPU tier is other memory, and what is stepped there
-travels. Where the module computes on the CPU both tiers are the same memory, and nothing is copied.
+[Note: Device memory] On a CUDA device the CPU tier is separate memory, and offloaded shards are
+copied. If the module computes on the CPU both tiers are the same memory, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["FileShardStore", "MemoryShardStore", "ParamReader", "ShardStore", "S
 
 
 class MemoryShardStore:
-    """A tensor in the memory of a device or of the CPU."""
+    """Store of a tensor in the memory of a device or of the CPU."""
 
     def __init__(self, tensor: Tensor, tier: Tier) -> None:
         self.tensor = tensor
@@ -54,20 +54,20 @@ class MemoryShardStore:
         return self.tensor.untyped_storage().nbytes()
 
     def fetch(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop), 1-D: a view of memory, or a copy in CPU memory."""
+        """Returns elements [start, stop), 1-D: a view of memory, or a copy in CPU memory."""
         return self.tensor[start:stop]
 
     def write(self, start: int, values: Tensor) -> None:
-        """Replaces the elements from `start` on by `values`, 1-D, of any floating dtype."""
+        """Overwrites the elements from `start` on with `values`, 1-D, of any floating dtype."""
         target = self.tensor[start : start + values.numel()]
         if target.data_ptr() != values.data_ptr():
             target.copy_(values)
 
-    view = fetch  # elements to be shown to others: a view, or a LazyTensor
+    view = fetch  # elements for others to read: a view, or a LazyTensor
 
 
 class FileShardStore:
-    """A tensor in a file, padded to whole pages."""
+    """Store of a tensor in a file, padded to full pages."""
 
     tier = Tier.NVME
 
@@ -79,20 +79,22 @@ class FileShardStore:
         self._file = store.create(name, self.nbytes)
 
     def fetch(self, start: int, stop: int) -> Tensor:
-        """Waits for writes under way."""
+        """As `MemoryShardStore.fetch`; waits for writes in flight."""
         memory, first, own = self._around(start, stop)
         self._file.read(first, memory).wait()
         return memory[own].view(self.dtype)
 
     def write(self, start: int, values: Tensor) -> None:
-        """Waits until the values are written."""
+        """As `MemoryShardStore.write`; waits until the values are written."""
         memory, first, own = self._around(start, start + values.numel())
         if memory[own].numel() != memory.numel():
-            self._file.read(first, memory).wait()  # the neighbours in the outer pages
+            self._file.read(first, memory).wait()  # the other elements of the outer pages
         memory[own].view(self.dtype).copy_(values)
         self._file.write(first, memory).wait()
 
     def view(self, start: int, stop: int) -> Tensor:
+        """Returns elements [start, stop) as a LazyTensor, which reads them when it is used."""
+
         def read(first: int, last: int) -> Tensor:
             return self.fetch(start + first, start + last)
 
@@ -104,7 +106,7 @@ class FileShardStore:
         return self._file.read(start * self.dtype.itemsize, buffer[:nbytes])
 
     def begin_write(self, values: Tensor) -> Transfer:
-        """Begins to replace the first elements by `values`: 1-D, whole pages or all elements."""
+        """Begins to overwrite the first elements with `values`: 1-D, full pages or all elements."""
         memory = aligned_empty(padded_bytes(values.numel(), self.dtype), pin=False)
         memory[: values.numel() * self.dtype.itemsize].view(self.dtype).copy_(values)
         return self._file.write(0, memory)
@@ -112,13 +114,13 @@ class FileShardStore:
     def range_of(
         self, start: int, stop: int, *, is_read: bool = True, is_written: bool = True
     ) -> FileRange:
-        """Elements [start, stop) for a pipeline; `start` is a multiple of `PAGE_BYTES`."""
+        """Returns elements [start, stop) for a pipeline; `start` is a multiple of `PAGE_BYTES`."""
         nbytes = padded_bytes(stop - start, self.dtype)
         offset = start * self.dtype.itemsize
         return FileRange(self._file, offset, nbytes, is_read=is_read, is_written=is_written)
 
     def _around(self, start: int, stop: int) -> tuple[Tensor, int, slice]:
-        """Memory for the whole pages around [start, stop), their offset, and its bytes therein."""
+        """Returns memory for the pages around [start, stop), their offset, and the range in it."""
         first = start * self.dtype.itemsize // PAGE_BYTES * PAGE_BYTES
         last = padded_bytes(stop, self.dtype) if stop > start else first
         own = slice(start * self.dtype.itemsize - first, stop * self.dtype.itemsize - first)
@@ -129,14 +131,14 @@ ShardStore = MemoryShardStore | FileShardStore
 
 
 class _Uploader:
-    """Casts block by block into page-locked memory; one block travels while the next is cast."""
+    """Casts blocks into page-locked memory; one block is copied while the next is cast."""
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
         stream = streams.make_stream(device)
         assert stream is not None, device
         self._stream = stream
-        # Sent first, filled first, with the end of its copy; none is taken out, for an interrupt
-        # would lose it.
+        # Blocks in the order of use, with the end of their last copy. Blocks stay in the queue
+        # while in use, so that an interrupt loses none.
         self._blocks: deque[tuple[Tensor, streams.Event | None]] = deque(
             (aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin), None) for _ in range(NUM_UPLOAD_BLOCKS)
         )
@@ -145,7 +147,7 @@ class _Uploader:
     def send(self, values: Tensor, target: Tensor, name: str) -> None:
         """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
         current = streams.current(target.device)
-        self._stream.wait_stream(current)  # whoever reads the old values has been queued before
+        self._stream.wait_stream(current)  # reads of the old values were queued before
         step = UPLOAD_BLOCK_BYTES // target.element_size()
         span = self._recorder.span
         with streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
@@ -164,7 +166,7 @@ class _Uploader:
 
 
 class ParamReader:
-    """Reads one shard in chunks of at most one buffer, as far ahead as buffers are free."""
+    """Reads one shard in chunks of at most one buffer, prefetching as far as buffers are free."""
 
     def __init__(self, store: FileShardStore, pool: BufferPool, recorder: Recorder) -> None:
         self._store = store
@@ -178,10 +180,11 @@ class ParamReader:
 
     @property
     def has_begun(self) -> bool:
+        """Whether a read is in flight or done."""
         return bool(self._begun)
 
     def begin(self) -> bool:
-        """Begins to read what free buffers can take; whether that is all of it."""
+        """Begins to read as many chunks as there are free buffers; returns whether that is all."""
         while len(self._begun) < len(self._chunks):
             buffer = self._pool.take(waits=False)
             if buffer is None:
@@ -193,7 +196,7 @@ class ParamReader:
     def copy_to(self, target: Tensor) -> None:
         """Fills `target`: 1-D, all elements of the store, on any device.
 
-        Waits for the file; on a device the current stream has the copies.
+        Waits for the file. Copies to a device run on the current stream.
         """
         has_streams = target.device.type == "cuda"
         try:
@@ -216,18 +219,18 @@ class ParamReader:
             self.cancel()
 
     def _next(self, start: int, stop: int) -> tuple[Tensor, Transfer, bool]:
-        """The read of the next chunk, begun if it was not; whether its buffer is the pool's."""
+        """Returns buffer and read of the next chunk, and whether the buffer is the pool's."""
         if self._begun:
             return *self._begun.pop(0), True
         taken = self._pool.take()
         if taken is not None:
             return taken, self._store.begin_fetch(start, stop, taken), True
-        # All buffers hold what others will need.
+        # All buffers hold chunks of other shards.
         spare = aligned_empty(padded_bytes(stop - start, self._store.dtype), pin=False)
         return spare, self._store.begin_fetch(start, stop, spare), False
 
     def cancel(self) -> None:
-        """Gives buffers back whose content nobody will use."""
+        """Returns the buffers of reads that are not used."""
         for buffer, transfer in self._begun:
             transfer.wait_until_done()
             self._pool.give(buffer)
@@ -235,13 +238,13 @@ class ParamReader:
 
 
 class Storage:
-    """Makes the stores of one rank, owns their files and buffers.
+    """Makes the stores of one rank, and owns their files and buffers.
 
     Attributes:
-        device: Where the module computes.
-        has_device_memory: The CPU tier is other memory than the device's.
-            See [Note: Apart or together].
-        buffer_bytes: Of the buffers through which files are read and written.
+        device: Device on which the module computes.
+        has_device_memory: Whether the CPU tier is separate from the device's memory. See [Note:
+            Device memory].
+        buffer_bytes: Bytes of the buffers through which files are read and written.
     """
 
     def __init__(
@@ -267,9 +270,12 @@ class Storage:
                 self._store(config)
 
     def check_free_space(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
-        """Refuses, by an OSError, a disk that is too small for what is certain to come.
+        """Raises an OSError if a disk is too small for the shards that are certain to be stored.
 
-        Bytes are those of this rank; `num_ranks` share the disk.
+        Args:
+            param_bytes: Bytes of this rank's parameter shards on NVMe.
+            optim_bytes: Bytes of this rank's optimizer shards on NVMe.
+            num_ranks: Number of ranks that share the disk.
         """
         needed: dict[str, int] = {}
         for config, nbytes in ((self._param, param_bytes), (self._optimizer, optim_bytes)):
@@ -279,7 +285,7 @@ class Storage:
                 raise OSError(
                     errno.ENOSPC,
                     f"{num_ranks} ranks of this machine need {nbytes} bytes for shards on NVMe, "
-                    f"and {free} are free; make room, use another nvme_path, or offload less "
+                    f"and {free} are free; free space, use another nvme_path, or offload less "
                     "(ratio)",
                     folder,
                 )
@@ -287,26 +293,27 @@ class Storage:
     # ---------------------------------------------------------------- stores
 
     def step_device(self, tier: Tier) -> torch.device:
-        """Where an optimizer shard that rests in `tier` is stepped."""
+        """Returns the device on which an optimizer shard stored in `tier` is stepped."""
         return self.device if tier is Tier.DEVICE else torch.device("cpu")
 
     def is_offloaded(self, tier: Tier) -> bool:
+        """Whether a shard in `tier` is stored off the device."""
         return tier.is_offloaded(has_device_memory=self.has_device_memory)
 
     def make_param_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
-        """A store with these `values` (1-D), which it may take over."""
+        """Makes a store of `values` (1-D), whose memory it may keep."""
         return self._keep(f"{name}.param", values, tier, self._param)
 
     def make_main_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
-        """As `make_param_store`."""
+        """As `make_param_store`, for the main parameters."""
         return self._keep(f"{name}.master", values, tier, self._optimizer)
 
     def make_optim_store(self, name: str, numel: int, dtype: torch.dtype) -> FileShardStore:
-        """A file for an optimizer state or a gradient of `numel` elements."""
+        """Makes a file for an optimizer state or a gradient of `numel` elements."""
         return FileShardStore(self._store(self._optimizer), name, numel, dtype)
 
     def cpu_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """CPU memory from and to which the device can copy beside its computation: 1-D."""
+        """Allocates 1-D CPU memory that the device can copy from and to while it computes."""
         return self._cpu_empty(numel, dtype, self._optimizer)
 
     def _cpu_empty(self, numel: int, dtype: torch.dtype, config: OffloadConfig) -> Tensor:
@@ -316,9 +323,13 @@ class Storage:
         return aligned_empty(padded_bytes(numel, dtype), pin=pin).view(dtype)[:numel]
 
     def upload(self, values: Tensor, store: ShardStore, start: int, name: str) -> None:
-        """Casts stepped values (1-D, on the CPU or where `store` is) into `store` from `start` on.
+        """Casts updated values into `store`, from element `start` on.
 
-        `name` is the bucket's.
+        Args:
+            values: 1-D, on the CPU or on the device of `store`.
+            store: Store to be written to.
+            start: First element.
+            name: Name of the bucket, for the recorder.
         """
         target = store.tensor.device if isinstance(store, MemoryShardStore) else torch.device("cpu")
         if target.type != "cuda" or values.device.type == "cuda":
@@ -346,12 +357,12 @@ class Storage:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Moves optimizer states between files and memory."""
+        """Pipeline that moves optimizer states between files and memory."""
         return Pipeline(self._buffers(self._step), self.recorder)
 
     @cached_property
     def param_pool(self) -> BufferPool:
-        """Buffers through which parameters come from files."""
+        """Buffers through which parameters are read from files."""
         return BufferPool(self._buffers(self._param))
 
     @cached_property
@@ -360,7 +371,7 @@ class Storage:
 
     @property
     def step_buffer_bytes(self) -> int:
-        """Of one buffer of `pipeline`."""
+        """Bytes of one buffer of `pipeline`."""
         return self._step.buffer_size_bytes
 
     def _buffers(self, config: OffloadConfig) -> list[Tensor]:
@@ -370,15 +381,17 @@ class Storage:
 
     @property
     def bytes_read(self) -> int:
+        """Bytes read from all files since construction."""
         return sum(store.bytes_read for store in self._stores.values())
 
     @property
     def bytes_written(self) -> int:
+        """Bytes written to all files since construction."""
         return sum(store.bytes_written for store in self._stores.values())
 
     def close(self) -> None:
         """Removes all files; every store in a file is lost. Closing twice is harmless."""
-        made = self.__dict__  # of the cached ones, those that somebody has asked for
+        made = self.__dict__  # holds the cached properties that have been used
         if "pipeline" in made:
             self.pipeline.cancel()
         if "param_pool" in made:

@@ -1,11 +1,11 @@
-"""Faults, the places where they happen, and what must be true of the end of a job after each.
+"""Fault matrix: faults, the places where they happen, and how a job must end after each.
 
-A cell is one job with one fault on one rank. `cover` chooses cells that have each pair of values
-together, and `run_cell` runs one with `scripts/fault.py`; what must hold is in `problems_of`.
+A cell is one job with one fault on one rank. `cover` chooses cells that cover each pair of values,
+`run_cell` runs a cell with `scripts/fault.py`, and `problems_of` checks the result.
 
-    LIGHTNING_ZERO_FAULT_RESULTS=FILE    each cell appends a line of JSON to FILE, of which
+    LIGHTNING_ZERO_FAULT_RESULTS=FILE    each cell appends a line of JSON to FILE, from which
                                          `python -m tests.distributed.fault_table FILE` makes tables
-    LIGHTNING_ZERO_TEST_SLOWDOWN=2.5     times are that much longer, on a machine that is not quiet
+    LIGHTNING_ZERO_TEST_SLOWDOWN=2.5     factor for all time limits, on a busy machine
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.fault_server import Ending, Order
+from tests.distributed.fault_server import Ending, JobSpec
 from tests.distributed.ranks import free_port
 
 __all__ = [
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 SLOWDOWN = float(os.environ.get("LIGHTNING_ZERO_TEST_SLOWDOWN", "1"))
-BOUND_S = 10 * SLOWDOWN  # from the fault until the last process has gone
+BOUND_S = 10 * SLOWDOWN  # from the fault until the last process has ended
 _LIMIT_S = 3 * BOUND_S  # until all are killed, and the test fails
 _START_S = 60 * SLOWDOWN  # from the start of the job until the fault
 
@@ -63,7 +63,7 @@ _BEFORE_A_BATCH = ("first_forward", "mid_forward", "backward", "step", "between_
 
 @dataclass(frozen=True)
 class Cell:
-    """One job; see `AXES`."""
+    """One job: a value for each axis of `AXES`."""
 
     fault: str
     place: str
@@ -79,12 +79,12 @@ class Cell:
 
     @property
     def is_possible(self) -> bool:
-        """Nothing can go wrong in a worker where there is none."""
+        """Whether the job can have the fault: without workers none can fail in a worker."""
         return self.place != "in_worker" or self.workers != "0workers"
 
     @property
     def has_parent(self) -> bool:
-        """Whether the faulty rank is the child of a process of the job, which learns its status.
+        """Whether the faulty rank has a parent process in the job, which gets its exit status.
 
         The Trainer's own launcher makes the process that was started rank 0.
         """
@@ -95,31 +95,31 @@ class Cell:
 
 
 def all_cells(axes: Mapping[str, Sequence[Any]], world_size: int) -> list[Cell]:
-    """Every combination that is possible."""
+    """Returns every possible combination."""
     cells = (Cell(*values, world_size) for values in itertools.product(*axes.values()))
     return [cell for cell in cells if cell.is_possible]
 
 
 def tuples_of(cell: Cell, num_axes: int) -> set[tuple[tuple[str, Any], ...]]:
-    """The values that `cell` has together, `num_axes` at a time, each with the name of its axis."""
+    """Returns all `num_axes`-tuples of the values of `cell`, each value with its axis."""
     values = [(f.name, v) for f, v in zip(fields(cell), astuple(cell), strict=True)]
     return set(itertools.combinations(values[: len(AXES)], num_axes))
 
 
 def cover(cells: Iterable[Cell], first: Sequence[Cell], count: int, seed: int) -> list[Cell]:
-    """At least `count` cells, or all, with each pair that there is and as many triples as can be.
+    """Chooses at least `count` cells, or all, to cover all pairs and as many triples as possible.
 
-    Greedy: the next cell has the most pairs that are new, and among those the most new triples.
+    Greedy: the next cell has the most new pairs and, among those cells, the most new triples.
 
     Args:
-        cells: To choose from.
-        first: Are taken in any case.
-        count: As many, and more where pairs are still missing.
-        seed: Decides among equals.
+        cells: Cells to choose from.
+        first: Cells that are always chosen.
+        count: Number of cells; more are chosen while pairs are missing.
+        seed: Seed of the choice among equally good cells.
     """
     waiting = sorted(set(cells) - set(first), key=str)
     random.Random(seed).shuffle(waiting)
-    numbers: dict[Any, int] = {}  # a bit for each pair and triple: fast sets
+    numbers: dict[Any, int] = {}  # one bit per pair and triple: fast sets
     bits: dict[Cell, tuple[int, int]] = {}
     for cell in (*first, *waiting):
         pairs, triples = (
@@ -156,14 +156,14 @@ def _pairs(new: Sequence[int], left: Sequence[int]) -> Iterable[tuple[int, int]]
 
 
 class FaultServer:
-    """A process that has imported everything and runs jobs; see `fault_server.py`."""
+    """Process that has imported all modules and runs jobs. See `fault_server.py`."""
 
     def __init__(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(_OF_A_LAUNCH)}
         env |= {
             "PYTHONPATH": os.pathsep.join([str(_ROOT), env.get("PYTHONPATH", "")]),
             "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",  # what was printed is seen although the process is killed
+            "PYTHONUNBUFFERED": "1",  # so that output is kept if the process is killed
             "GLOO_SOCKET_IFNAME": "lo",
         }
         self._process = subprocess.Popen(
@@ -175,17 +175,17 @@ class FaultServer:
             start_new_session=True,
         )
 
-    def run(self, order: Order) -> Ending:
-        """Waits until nothing is left of the job."""
+    def run(self, spec: JobSpec) -> Ending:
+        """Runs a job, and waits until all its processes have ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        print(json.dumps(asdict(order)), file=self._process.stdin, flush=True)
+        print(json.dumps(asdict(spec)), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         assert answer, "the server has died; see its error above"
         return Ending(**json.loads(answer))
 
     def close(self) -> None:
-        """Ends it, and what still runs of a job."""
+        """Ends the server, and all processes of a job that still run."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
@@ -195,12 +195,12 @@ class FaultServer:
 
 @dataclass(frozen=True)
 class Report:
-    """What is known of a job that is over.
+    """Result of a job.
 
     Attributes:
-        ending: When and how its processes have ended.
-        output: Of all of them.
-        batches: Of training, that each rank has begun.
+        ending: Times and exit status of its processes.
+        output: Output of all processes.
+        batches: Training batches that each rank has begun.
     """
 
     ending: Ending
@@ -211,10 +211,10 @@ class Report:
 def run_cell(cell: Cell, server: FaultServer, folder: Path) -> Report:
     """Runs the job of `cell` in the empty `folder`; fault "none" trains to the end."""
     num_started = cell.world_size - (cell.launcher == "popen")
-    order = Order(
+    spec = JobSpec(
         _command(cell, folder), str(folder), str(folder / "fault"), _START_S, _LIMIT_S, num_started
     )
-    ending = server.run(order)
+    ending = server.run(spec)
     batches = [folder / f"batches-{rank}" for rank in range(cell.world_size)]
     report = Report(
         ending,
@@ -254,7 +254,7 @@ def _line(cell: Cell, report: Report) -> dict[str, Any]:
 
 
 def problems_of(cell: Cell, report: Report) -> list[str]:
-    """What is wrong with the end of a job; nothing is if all is well."""
+    """Returns the problems of how a job has ended; [] if there are none."""
     ending = report.ending
     problems = []
     if cell.fault != "none" and ending.seconds is None:
@@ -264,7 +264,7 @@ def problems_of(cell: Cell, report: Report) -> list[str]:
         problems.append(f"{len(ending.left)} processes had not ended and were killed: {left}")
     elif ending.seconds is not None and ending.seconds > BOUND_S:
         problems.append(f"ended {ending.seconds:.1f} s after the fault, expected {BOUND_S:g} s")
-    # Rank 0, which was through, says at its exit how the rank that it started has ended.
+    # Rank 0, which had finished, prints at its exit how the rank that it started has ended.
     is_late = cell.place == "teardown" and cell.launcher == "popen" and cell.rank != 0
     if (ending.status == 0) != (cell.fault == "none") and not is_late:
         problems.append(f"the exit status is {ending.status}")
@@ -272,12 +272,12 @@ def problems_of(cell: Cell, report: Report) -> list[str]:
         problems += _problems_of_stop(cell, report)
     for pattern in expected_text(cell):
         if not re.search(pattern, report.output):
-            problems.append(f"the output does not say {pattern!r}")
+            problems.append(f"the output does not match {pattern!r}")
     return problems
 
 
 def _problems_of_stop(cell: Cell, report: Report) -> list[str]:
-    """SIGTERM: all ranks end before the same batch, with status 143."""
+    """Returns problems after SIGTERM: all ranks must end before the same batch, with status 143."""
     problems = []
     if len(set(report.batches)) > 1:
         problems.append(f"ranks ended before different batches: {report.batches}")
@@ -289,7 +289,7 @@ def _problems_of_stop(cell: Cell, report: Report) -> list[str]:
 
 
 def expected_text(cell: Cell) -> list[str]:
-    """Regular expressions that the output must match: of rank and cause."""
+    """Returns regular expressions for the rank and the cause, which the output must match."""
     rank = rf"\brank {cell.rank}\b"
     if cell.fault == "none":
         return []
@@ -297,34 +297,35 @@ def expected_text(cell: Cell) -> list[str]:
         return _text_of_worker(cell, rank)
     if cell.fault == "exception":
         named = rf"{rank} (raised|ended with exit code 1)"
-        # In the end the other ranks may be gone; torch says whose traceback it is.
-        named += rf"|\[rank{cell.rank}\]:.*luck" if cell.place == "teardown" else ""
+        if cell.place == "teardown":
+            # The other ranks may have ended; torch prints whose traceback it is.
+            named += rf"|\[rank{cell.rank}\]:.*luck"
         return [named, "out of luck"]
     if cell.fault == "SIGTERM":
-        # Otherwise it finds no handler, or one that is Lightning's.
+        # At other places there is no handler, or Lightning's.
         return [rf"{rank}.*SIGTERM"] if cell.place in _BEFORE_A_BATCH else []
-    tells = {
+    patterns = {
         "sys.exit": rf"{rank} (raised SystemExit.*3|ended with exit code 3)",
         "os._exit": rf"{rank} ended with exit code 3",
         "SIGKILL": rf"{rank} was killed by SIGKILL",
         "SIGINT": rf"{rank} (raised KeyboardInterrupt|ended with exit code 1|was killed by SIGINT)",
     }[cell.fault]
     if cell.launcher == "torchrun":
-        # It may end the other ranks before they have said it; it then has named rank and code.
+        # torchrun may end the other ranks before they print; it then prints rank and code itself.
         code = {"sys.exit": "3", "os._exit": "3", "SIGKILL": "-9", "SIGINT": r"(1|-2)"}[cell.fault]
-        tells += rf"|failed \(exitcode: {code}\) local_rank: {cell.rank}\b"
+        patterns += rf"|failed \(exitcode: {code}\) local_rank: {cell.rank}\b"
     if not cell.has_parent and cell.place == "teardown":
-        return []  # the others are through, and the shell that started it tells
+        return []  # the other ranks have finished, and the shell reports it
     if not cell.has_parent:
-        # How it ended is its status, which the shell that started it has; and Ctrl-C is no riddle.
-        tells += {
+        # The shell that started the rank has its exit status, and the user knows of Ctrl-C.
+        patterns += {
             "SIGINT": "|Detected KeyboardInterrupt",
         }.get(cell.fault, rf"|{rank} (was killed|ended|died|has died|has gone|is gone)")
-    return [tells]
+    return [patterns]
 
 
 def _text_of_worker(cell: Cell, rank: str) -> list[str]:
-    """The rank has an exception then, which is torch's."""
+    """Returns what must be printed after a fault in a worker: the rank raises torch's exception."""
     named = rf"{rank} (raised|ended with exit code 1)"
     if cell.fault == "exception":
         return [named, "out of luck"]

@@ -1,15 +1,15 @@
-"""Runs jobs one after the other, each as a fork of this process, and sees when all of it is gone.
+"""Runs jobs one after the other, each as a fork of this process, and waits for all their processes.
 
 Torch and Lightning are imported here once, so that a script, or torchrun, starts at once. A job is
-an ordinary child: nothing stands between it and its signals, and it ends as any interpreter does.
-The ranks that it starts are forks too, made before it runs anything: its children, which wait for
-the `Popen` that gives them arguments and environment.
+an ordinary child process: it receives its signals directly, and ends as any interpreter does. The
+ranks that it starts are forks, too, made before it runs any code: its children, which wait for the
+`Popen` that sends them arguments and environment.
 
-This process is the subreaper of what it starts: a process whose parent has died, in whatever
-session, becomes its child. A job is over when there is no child any more.
+This process is the subreaper of its descendants: a process whose parent has died, in any session,
+becomes its child. A job is over when there is no child left.
 
-A line on stdin is an `Order` as JSON, the answer on stdout an `Ending`. At the end of stdin all
-that still runs is killed.
+A line on stdin is a `JobSpec` as JSON, the answer on stdout an `Ending`. At the end of stdin all
+remaining processes are killed.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
-class Order:
-    """A job.
+class JobSpec:
+    """Specification of a job.
 
     Attributes:
-        argv: The script and its arguments, or those of torchrun where the first is "torchrun".
-        folder: To work in; the output of all processes goes to the file "output" there.
-        fault: A file which has the time of the fault, once that is near.
-        start_s: Time until there is such a file, else all are killed.
-        limit_s: Time after the fault until all are killed.
+        argv: The script and its arguments, or "torchrun" and its arguments.
+        folder: Working directory; the output of all processes is written to its file "output".
+        fault: File that will contain the time of the fault.
+        start_s: Time in which the file must appear; else all processes are killed.
+        limit_s: Time after the fault at which all processes are killed.
+        num_started: Number of ranks that the first process starts.
     """
 
     argv: list[str]
@@ -49,18 +50,18 @@ class Order:
     fault: str
     start_s: float
     limit_s: float
-    num_started: int = 0  # ranks that the first process starts
+    num_started: int = 0
 
 
 @dataclass
 class Ending:
-    """How a job has ended.
+    """End of a job.
 
     Attributes:
         status: Exit code of its first process, or minus the signal that has killed it.
-        seconds: From the fault until the last of its processes was gone; None without a fault.
-        first_seconds: Likewise until its first process was gone.
-        left: The processes that had to be killed.
+        seconds: Time from the fault to the end of its last process; None without a fault.
+        first_seconds: Time from the fault to the end of its first process.
+        left: Processes that had to be killed.
     """
 
     status: int = 0
@@ -77,21 +78,21 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while line := sys.stdin.readline():
-        order = Order(**json.loads(line))
+        spec = JobSpec(**json.loads(line))
         job = os.fork()
         if job == 0:
             answers.close()
-            _become(order)
-            return _run(_Spare.argv_of_this_process(order))
-        ending = _watch(job, order)
-        with contextlib.suppress(BrokenPipeError):  # nobody waits for it any more
+            _become(spec)
+            return _run(_Spare.argv_of_this_process(spec))
+        ending = _watch(job, spec)
+        with contextlib.suppress(BrokenPipeError):  # the test has ended
             print(json.dumps(asdict(ending)), file=answers, flush=True)
 
 
-def _become(order: Order) -> None:
-    """A process as a shell starts it in the background of a session of its own."""
+def _become(spec: JobSpec) -> None:
+    """Sets this process up as a shell does for a background process in a session of its own."""
     os.setsid()
-    os.chdir(order.folder)
+    os.chdir(spec.folder)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     output = os.open("output", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -101,7 +102,7 @@ def _become(order: Order) -> None:
 
 
 class _Spare:
-    """A child that becomes what `Popen` starts next."""
+    """Child process that becomes the next process that `Popen` starts."""
 
     def __init__(self, earlier: list[_Spare]) -> None:
         reading, self._writing = os.pipe()
@@ -110,14 +111,14 @@ class _Spare:
         if self.pid != 0:
             os.close(reading)
             return
-        for spare in (self, *earlier):  # each sees the end of what is written to it
+        for spare in (self, *earlier):  # so that each sees the end of its own pipe
             os.close(spare._writing)
 
     @classmethod
-    def argv_of_this_process(cls, order: Order) -> list[str]:
-        """Of the job; and, later, of each child that has become what it has started."""
+    def argv_of_this_process(cls, spec: JobSpec) -> list[str]:
+        """Returns argv for the job and, later, for each child that `Popen` has started."""
         spares: list[_Spare] = []
-        for _ in range(order.num_started):
+        for _ in range(spec.num_started):
             spare = cls(spares)
             if spare.reading is not None:
                 return _become_started(spare.reading)
@@ -131,20 +132,20 @@ class _Spare:
 
         if spares:
             subprocess.Popen._execute_child = execute_child
-        return order.argv
+        return spec.argv
 
     def start(self, args: list[str], cwd: str | None, env: Any, *, has_session: bool) -> None:
-        """Tells it what to run."""
+        """Sends the child what to run."""
         with os.fdopen(self._writing, "w") as pipe:
             json.dump([list(args), cwd, dict(env), has_session], pipe)
 
 
 def _become_started(reading: int) -> list[str]:
     with os.fdopen(reading) as pipe:
-        told = pipe.read()
-    if not told:
+        text = pipe.read()
+    if not text:
         os._exit(0)  # the job is over
-    args, cwd, env, has_session = json.loads(told)
+    args, cwd, env, has_session = json.loads(text)
     if has_session:
         os.setsid()
     if cwd is not None:
@@ -165,7 +166,7 @@ def _run(argv: list[str]) -> None:
     runpy.run_path(argv[0], run_name="__main__")
 
 
-def _watch(job: int, order: Order) -> Ending:
+def _watch(job: int, spec: JobSpec) -> Ending:
     ending = Ending()
     begin, fault_at, job_gone_at = time.monotonic(), None, None
     while True:
@@ -178,15 +179,15 @@ def _watch(job: int, order: Order) -> Ending:
             ending.status, job_gone_at = os.waitstatus_to_exitcode(status), now
         if pid != 0:
             continue
-        fault_at = fault_at or _time_in(order.fault)
-        deadline = begin + order.start_s if fault_at is None else fault_at + order.limit_s
-        is_alone = bool(select.select([0], [], [], 0)[0])  # nobody waits for the answer
+        fault_at = fault_at or _time_in(spec.fault)
+        deadline = begin + spec.start_s if fault_at is None else fault_at + spec.limit_s
+        is_alone = bool(select.select([0], [], [], 0)[0])  # stdin has ended
         if now > deadline or is_alone:
             ending.left = ending.left or [_description(pid) for pid in _descendants()]
             for pid in _descendants():
                 _kill(pid)
         time.sleep(_POLL_S)
-    fault_at = fault_at or _time_in(order.fault)
+    fault_at = fault_at or _time_in(spec.fault)
     if fault_at is not None:
         ending.seconds = time.monotonic() - fault_at
         ending.first_seconds = job_gone_at - fault_at if job_gone_at is not None else None
@@ -201,14 +202,14 @@ def _time_in(path: str) -> float | None:
 
 
 def _descendants() -> list[int]:
-    """All processes below this one that are no zombies."""
+    """Returns all descendants of this process except zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
                 state, parent = _read(int(name), "stat").rpartition(")")[2].split()[:2]
             except OSError:
-                continue  # gone meanwhile
+                continue  # ended meanwhile
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(name))
     found, stack = [], [os.getpid()]

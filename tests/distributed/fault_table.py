@@ -1,7 +1,7 @@
 """Tables of the fault matrix: python -m tests.distributed.fault_table RESULTS...
 
-RESULTS are files of JSON lines; see `fault_matrix.py`. Of each cell the last line counts. Seconds
-are from the fault until the last process was gone; cells that had to be killed have none.
+RESULTS are files of JSON lines; see `fault_matrix.py`. The last line of each cell counts. Seconds
+are from the fault to the end of the last process; cells that had to be killed have none.
 """
 
 from __future__ import annotations

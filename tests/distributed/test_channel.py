@@ -1,4 +1,4 @@
-"""Messages between ranks, also from a background thread, that fail everywhere or nowhere."""
+"""Channels: messages that fail on all ranks or on none, also from a background thread."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def _comm(timeout_s=60.0):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_values_come_to_rank_0_and_to_all(world_size):
+def test_values_arrive_on_rank_0_and_on_all_ranks(world_size):
     results = run_ranks(world_size, _send)
     assert [gathered for gathered, _, _ in results] == [
         list(range(world_size)),
@@ -35,9 +35,9 @@ def _send(rank, world_size):
         return gathered, channel.broadcast(f"from {rank}"), channel.attempt(lambda: rank * 10)
 
 
-def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_goes_on():
+def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_stays_usable():
     errors, gathered = zip(*run_ranks(3, _fail), strict=True)
-    assert set(errors) == {(28, "[Errno 28] no room: 'there'")}
+    assert set(errors) == {(28, "[Errno 28] no space: 'there'")}
     assert gathered == ([0, 1, 2], None, None)
 
 
@@ -46,7 +46,7 @@ def _fail(rank, world_size):
 
     def action():
         if rank == 1:
-            raise OSError(28, "no room", "there")
+            raise OSError(28, "no space", "there")
 
     with pytest.raises(OSError) as raised:
         channel.attempt(action)
@@ -71,7 +71,7 @@ def _die(rank, world_size):
     channel.attempt(lambda: rank)
 
 
-def test_aborting_ends_the_wait_of_the_others_but_not_a_session_under_way():
+def test_aborting_ends_the_wait_of_the_others_but_not_a_session_in_progress():
     run_ranks(2, _abort_between_sessions, timeout_s=30)
 
 
@@ -81,13 +81,13 @@ def _abort_between_sessions(rank, world_size):
     results = []
     go_on = threading.Event()
 
-    def talk():
+    def exchange():
         with channel.session():
             results.append(channel.broadcast(rank))
             go_on.wait()
             results.append(channel.broadcast(rank + 1))
 
-    thread = threading.Thread(target=talk)
+    thread = threading.Thread(target=exchange)
     thread.start()
     while not results:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Ranks with different models, optimizers or settings: an error on all, naming the difference."""
+"""Ranks with different models, optimizers or settings all raise the first difference."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def one(module, **options):
     return SGD(module.parameters(), **{"lr": 0.1, **options})
 
 
-def two_groups(module, cut):
+def two_groups(module, size):
     parameters = list(module.parameters())
-    return SGD([{"params": parameters[:cut]}, {"params": parameters[cut:]}], lr=0.1)
+    return SGD([{"params": parameters[:size]}, {"params": parameters[size:]}], lr=0.1)
 
 
-# By case: what every rank builds (module, optimizers, config), and what all are told.
+# By case: what every rank builds (module, optimizers, config), and the error on all ranks.
 MODELS = {
     "another shape": (
         lambda rank: layers(4, 8 + rank, 4),
@@ -74,7 +74,7 @@ MODELS = {
     ),
     "a further layer at the end": (
         lambda rank: layers(4, 8, 4, *[4] * rank),
-        r"parameter 2\.weight: it is missing on rank 0 and is there on rank 1",
+        r"parameter 2\.weight: it is missing on rank 0 and present on rank 1",
     ),
     "another dtype": (
         lambda rank: layers(4, 8, 4).to(torch.float64 if rank else torch.float32),
@@ -162,11 +162,11 @@ OPTIMIZERS = {
     ),
     "fewer parameters": (
         lambda module, rank: [SGD(list(module.parameters())[rank:], lr=0.1)],
-        r"parameter 0\.weight in optimizer 0: it is there on rank 0 and is missing on rank 1",
+        r"parameter 0\.weight in optimizer 0: it is present on rank 0 and missing on rank 1",
     ),
     "one more": (
         lambda module, rank: [SGD(layer.parameters(), lr=0.1) for layer in module[: 1 + rank]],
-        r"optimizer 1: it is missing on rank 0 and is there on rank 1",
+        r"optimizer 1: it is missing on rank 0 and present on rank 1",
     ),
 }
 SETTINGS = {
@@ -250,16 +250,16 @@ def _one_cannot(rank, world_size, stage):
 
 
 def test_an_error_of_one_rank_is_raised_on_the_others():
-    told, own = run_ranks(2, _one_cannot, 3)
-    for text, cause in zip(told, own, strict=True):
+    texts, own = run_ranks(2, _one_cannot, 3)
+    for text, cause in zip(texts, own, strict=True):
         assert text == f"RuntimeError: rank 1 could not begin: {cause}"
     assert "LBFGS" in own[0]
     assert "(13, 17)" in own[1]
     assert "optimizers must be a torch.optim.Optimizer or a list of them, got str" in own[2]
 
 
-def _alike(rank, world_size):
-    """What may differ: values, seeds, metrics, the order in a group, functions and folders."""
+def _build_with_allowed_differences(rank, world_size):
+    """Builds with the allowed differences: values, seeds, metrics, order in a group, folders."""
     torch.manual_seed(rank)
     module = layers(4, 8, 4)
     if rank == 0:
@@ -277,12 +277,12 @@ def _alike(rank, world_size):
 
 
 def test_ranks_may_differ_in_values_seeds_metrics_and_folders():
-    first, second = run_ranks(2, _alike)
+    first, second = run_ranks(2, _build_with_allowed_differences)
     assert first == second
 
 
 class DifferentModule(MLPModule):
-    """One thing of it is another on rank 1."""
+    """Differs on rank 1 in one respect."""
 
     def __init__(self, what, is_late=False, **kwargs):
         super().__init__(**kwargs)
@@ -297,7 +297,7 @@ class DifferentModule(MLPModule):
         self.more = nn.Sequential(*further, nn.Linear(1, wide), nn.Linear(64, 64))
         if self.what == "uses":
             self.more.insert(0, nn.Linear(64, 64 + 64 * self.rank))
-            self.more.append(nn.Linear(64, 128))  # now the other one is cut
+            self.more.append(nn.Linear(64, 128))  # now the first one is sharded
             nn.init.ones_(self.more[0].weight)
 
     @property
@@ -351,7 +351,7 @@ def test_a_trainer_whose_ranks_differ_ends_on_all_with_the_first_difference(stag
     ("what", "meant"),
     [
         ("shape", "Linear.weight, number 1 of what configure_model has built: shape is (4096, 1)"),
-        ("layer", "of what configure_model has built: it is there on rank 0 and is missing on"),
+        ("layer", "of what configure_model has built: it is present on rank 0 and missing on"),
         ("uses", "Linear.weight, number 4 of what configure_model has built: shape is (64, 64) on"),
     ],
 )

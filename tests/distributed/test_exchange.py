@@ -1,4 +1,4 @@
-"""What a rank's interrupted or aborted transfers do to itself and to its peers."""
+"""Interrupted and aborted collectives, on the rank itself and on its peers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run_ranks
 
 
 class Interrupted:
-    """The last of the works: Ctrl-C comes when all before it have arrived."""
+    """The last work of a collective: interrupted by Ctrl-C after all others are done."""
 
     def wait(self):
         raise KeyboardInterrupt
@@ -25,39 +25,39 @@ class Interrupted:
 
 def _wait_twice(rank, world_size):
     exchange = GlooBackend(dist.new_group(timeout=timedelta(seconds=5)), rank, world_size)
-    whole = torch.full((4,), float(rank))
-    pending = exchange.all_gather(whole)
+    gathered = torch.full((4,), float(rank))
+    pending = exchange.all_gather(gathered)
     pending.works.append(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         pending.wait()
     pending.wait()
-    return whole.tolist()
+    return gathered.tolist()
 
 
-def test_a_transfer_whose_wait_was_interrupted_can_be_waited_for_again():
-    for whole in run_ranks(2, _wait_twice, timeout_s=20):
-        assert whole == [0, 0, 1, 1]
+def test_a_collective_whose_wait_was_interrupted_can_be_waited_for_again():
+    for gathered in run_ranks(2, _wait_twice, timeout_s=20):
+        assert gathered == [0, 0, 1, 1]
 
 
 def _unequal_parts(rank, world_size):
     exchange = GlooBackend(dist.new_group(), rank, world_size)
     split_sizes = [1, 4, 2]
     start = sum(split_sizes[:rank])
-    whole = torch.zeros(7)
-    whole[start : start + split_sizes[rank]] = rank + 1
-    exchange.all_gather(whole, split_sizes=split_sizes).wait()
+    gathered = torch.zeros(7)
+    gathered[start : start + split_sizes[rank]] = rank + 1
+    exchange.all_gather(gathered, split_sizes=split_sizes).wait()
     sent = torch.zeros(7)
     exchange.fill(sent, torch.full((split_sizes[rank],), rank + 1.0), split_sizes)
     exchange.all_gather(sent, split_sizes=split_sizes).wait()
     mean = torch.empty(split_sizes[rank])
     exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, split_sizes=split_sizes).wait()
-    return whole.tolist(), sent.tolist(), mean.tolist()
+    return gathered.tolist(), sent.tolist(), mean.tolist()
 
 
-def test_parts_of_different_lengths_are_gathered_and_reduced():
+def test_shards_of_different_lengths_are_gathered_and_reduced():
     results = run_ranks(3, _unequal_parts)
-    for whole, sent, _ in results:
-        assert whole == sent == [1, 2, 2, 2, 2, 3, 3]
+    for gathered, sent, _ in results:
+        assert gathered == sent == [1, 2, 2, 2, 2, 3, 3]
     assert [x for *_, mean in results for x in mean] == pytest.approx([2.0 * i for i in range(7)])
 
 
@@ -67,7 +67,7 @@ def _abort_with_transfers(rank, world_size):
     start = time.monotonic()
     if rank == 0:
         time.sleep(0.5)
-        pending = comm.all_gather(torch.zeros(4))  # rank 1 never comes to it
+        pending = comm.all_gather(torch.zeros(4))  # rank 1 never joins it
         comm.abort()
         time.sleep(4)
         return pending is not None
@@ -76,7 +76,7 @@ def _abort_with_transfers(rank, world_size):
     return time.monotonic() - start
 
 
-def test_an_abort_reaches_the_peers_at_once_also_while_a_transfer_is_held():
+def test_an_abort_reaches_the_peers_at_once_also_while_a_collective_is_held():
     _, seconds = run_ranks(2, _abort_with_transfers, timeout_s=30)
     assert seconds < 2.5
 
@@ -85,7 +85,7 @@ def _close_after_abort(rank, world_size):
     comm = Communicator(torch.device("cpu"))
     start = time.monotonic()
     if rank == 0:
-        comm.abort()  # to which rank 1, asleep, gives no answer
+        comm.abort()  # rank 1 sleeps and does not answer
         comm.close()
     else:
         time.sleep(4)
@@ -114,7 +114,7 @@ def _upload(rank, world_size):
     return [(span.kind, span.name) for span in recording.spans if not span.is_wait]
 
 
-def test_a_shard_that_is_taken_to_the_device_is_recorded_with_its_name():
+def test_a_shard_that_is_copied_to_the_device_is_recorded_with_its_name():
     (spans,) = run_ranks(1, _upload, has_group=False)
     assert sorted(spans, key=str) == [(Kind.ALL_GATHER, "a"), (Kind.TO_DEVICE, "a")]
 
@@ -142,7 +142,7 @@ def _abort_before_each(rank, world_size, is_early):
                 call(comm)
         comm.abort()
         seconds[name] = time.monotonic() - start
-        dist.barrier()  # of the world, which outlives them
+        dist.barrier()  # on WORLD, which outlives them
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Exceptions: the original one surfaces, nobody waits for ever, and the next run works."""
+"""Exceptions: the original one is raised, no rank hangs, and the next run works."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def _fit(rank, world_size, spec, factory, **options):
 
 
 class FailingModule(GPTModule):
-    """Raises where and when it is told to.
+    """Raises at a given place and time.
 
     Args:
         at_batch: Number of the training step, over all epochs; None for never.
         on_ranks: Ranks that fail.
         place: "step", "forward" (of the second block), "backward" or "optimizer".
         error: What to raise.
-        **kwargs: Of `GPTModule`.
+        **kwargs: Options of `GPTModule`.
     """
 
     def __init__(self, at_batch, on_ranks=(0, 1), place="step", error=ArithmeticError, **kwargs):
@@ -229,7 +229,7 @@ def _hang_in_step(rank, world_size, spec):
 
 
 class RefusedError(Exception):
-    """What a user's own code raises on all ranks."""
+    """An exception of the user's own code, on all ranks."""
 
 
 class LateLayer(torch.nn.Linear):
@@ -241,7 +241,7 @@ class LateLayer(torch.nn.Linear):
 
 
 class RefusingModule(MLPModule):
-    """Raises on all ranks in the fifth batch of its life, on rank 1 somewhat later."""
+    """Raises on all ranks in its fifth batch, on rank 1 somewhat later."""
 
     def __init__(self, **options):
         super().__init__(**options)

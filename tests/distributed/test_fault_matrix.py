@@ -1,11 +1,11 @@
-"""Every fault ends the whole job soon, with a status and a text that say so.
+"""Every fault soon ends the entire job, with a nonzero status and a text that names the cause.
 
-CI runs a few cells. Of all of them two run at a time where two shells have a half each:
+CI runs a few cells. To run all of them, two at a time, use one half in each of two shells:
 
     pytest tests/distributed/test_fault_matrix.py -k popen
     pytest tests/distributed/test_fault_matrix.py -k torchrun
 
-The names of the values work likewise: `-k "SIGKILL and zero3"`, `-k "save and of2"`, `-k of4`.
+The names of values select cells, too: `-k "SIGKILL and zero3"`, `-k "save and of2"`, `-k of4`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ if trainer.global_rank == FAULTY:
 try:
     trainer.validate(module)
 except BaseException as error:
-    print("the other says:", error, flush=True)
+    print("the other rank printed:", error, flush=True)
     raise
 """
 
@@ -107,10 +107,12 @@ def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(
     output = (tmp_path / "output").read_text()
     assert ending.status != 0
     assert not ending.left
-    assert f"the other says: rank {1 - rank} stops because rank {rank} {text}" in output, output
+    assert f"the other rank printed: rank {1 - rank} stops because rank {rank} {text}" in output, (
+        output
+    )
 
 
-def test_the_cells_have_each_pair_of_values_together():
+def test_the_cells_cover_each_pair_of_values():
     possible = set().union(*(tuples_of(cell, 2) for cell in ALL_CELLS))
     assert set().union(*(tuples_of(cell, 2) for cell in CELLS)) == possible
     sizes = [len(values) for values in AXES.values()]
@@ -120,7 +122,7 @@ def test_the_cells_have_each_pair_of_values_together():
     assert set(SAMPLE) < set(CELLS)
 
 
-def test_on_four_ranks_each_fault_and_each_place_is_seen():
+def test_on_four_ranks_each_fault_and_each_place_is_covered():
     assert len(ON_FOUR) == 12
     assert {cell.fault for cell in ON_FOUR} == set(AXES["fault"])
     assert {cell.place for cell in ON_FOUR} == set(AXES["place"])

@@ -1,4 +1,4 @@
-"""Disks that fill up, files that go, paths that are not there: a clear error on every rank."""
+"""Full disks, removed files and missing paths: a clear error on every rank."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.distributed.test_offload_memory import WIDTH, Net
 
 MIB = 2**20
 BUFFERS = {"buffer_count": 3, "buffer_size": 2**18}
-LIMIT = timedelta(seconds=8)  # after which a rank gives up waiting for one that has failed
+LIMIT = timedelta(seconds=8)  # after which a rank stops waiting for one that has failed
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mounts a tmpfs of so many bytes."""
+    """Mounts a tmpfs of `nbytes`."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     mounted = []
@@ -45,7 +45,7 @@ def small_disk(tmp_path):
 
 def build(path, *, offload_param=None):
     torch.manual_seed(0)
-    net = Net(4)  # 16 MiB of parameters, 32 of moments
+    net = Net(4)  # 16 MiB of parameters, 32 MiB of moments
     optimizer = torch.optim.AdamW(net.parameters())
     offload = OffloadConfig("nvme", nvme_path=str(path), **BUFFERS)
     config = ZeroConfig(
@@ -87,7 +87,7 @@ def test_a_disk_too_small_for_the_parameters_is_an_error_of_every_rank_at_set_up
 def _step_on_small_disk(rank, world_size, path):
     net, engine = build(path)
     try:
-        for _ in range(2):  # a rank whose own step was good learns of the other's in the next one
+        for _ in range(2):  # a rank whose own step succeeded learns of the failure in the next step
             train_step(net, engine)
     except Exception as error:
         return str(error)
@@ -124,8 +124,8 @@ def test_a_file_truncated_by_another_process_is_an_error_that_names_it(tmp_path)
 
 def test_an_unlinked_file_stays_usable(tmp_path):
     found = run_ranks(2, _break_files, str(tmp_path), "removed")
-    whole = run_ranks(2, _break_files, str(tmp_path), "removed")
-    assert found == whole
+    expected = run_ranks(2, _break_files, str(tmp_path), "removed")
+    assert found == expected
     assert all(isinstance(loss, float) for loss in found)
 
 
@@ -147,7 +147,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path):
 
 
 class _Kill(torch.optim.AdamW):
-    """Ends its process in the second step, with files open and writes under way."""
+    """Ends its process in the second step, with files open and writes in flight."""
 
     is_armed = False
 

@@ -1,4 +1,4 @@
-"""What is recorded of training steps on two ranks is what happened."""
+"""Recordings of training steps on two ranks match the stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.ranks import run_ranks
 
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
-EACH = {"reduce_bucket_size": LAYER}  # a bucket for each layer
+EACH = {"reduce_bucket_size": LAYER}  # one bucket per layer
 PAUSE_S = 0.3
 
 
@@ -75,7 +75,7 @@ def _record(rank, world_size):
 
 @pytest.fixture(scope="module")
 def recorded():
-    """By case, then by rank, the windows."""
+    """Windows by case and rank."""
     ranks = run_ranks(RANKS, _record)
     return {
         name: [[Recording.from_dict(values) for values in each[name]] for each in ranks]
@@ -91,12 +91,12 @@ def begun(recording, kind):
     ]
 
 
-# By case, how often which part of a layer is sent: all-gathers, reduce-scatters, all-reduces.
+# By case, how many all-gathers, reduce-scatters and all-reduces of a layer a step has.
 SENT = {
     "stage 0": (0, 0, LAYERS),
     "stage 1": (LAYERS, LAYERS, 0),
     "stage 2": (LAYERS, LAYERS, 0),
-    "stage 3": (2 * LAYERS - 1, LAYERS, 0),  # backward begins with the last layer, still whole
+    "stage 3": (2 * LAYERS - 1, LAYERS, 0),  # backward begins with the last layer, still unsharded
     "stage 3, no prefetch": (2 * LAYERS - 1, LAYERS, 0),
     "stage 3, kept": (LAYERS, LAYERS, 0),
 }
@@ -136,7 +136,7 @@ def test_every_wait_for_a_collective_lies_within_it(recorded):
 
 
 @pytest.mark.parametrize("case", ["stage 1", "stage 2"])
-def test_gathers_after_the_step_are_waited_for_in_the_next_window(recorded, case):
+def test_all_gathers_after_the_step_are_waited_for_in_the_next_window(recorded, case):
     for first, second in recorded[case]:
         assert len(list(second.of(Kind.ALL_GATHER, is_wait=True))) == LAYERS
         across = [s for s in second.spans if s.kind is Kind.ALL_GATHER and s.start_s < 0]
@@ -149,7 +149,7 @@ def test_gathers_after_the_step_are_waited_for_in_the_next_window(recorded, case
 def test_prefetched_units_count_as_hits(recorded):
     for found in recorded["stage 3"]:
         for recording in found:
-            # The first layer is asked for when it is needed; no gather follows the last use.
+            # The first layer is unsharded when it is needed; no all-gather follows the last use.
             assert recording.hits + recording.misses == 2 * LAYERS - 1
             assert recording.misses == 1
     for recording in (r for found in recorded["stage 3, no prefetch"] for r in found):
@@ -161,12 +161,12 @@ def test_prefetched_units_count_as_hits(recorded):
 def test_layers_compute_one_after_another_within_forward_and_backward(recorded):
     for recording in (r for found in recorded["stage 3"] for r in found):
         for kind, order in ((Kind.FORWARD, 1), (Kind.BACKWARD, -1)):
-            whole, *layers = sorted(recording.of(kind), key=lambda s: (s.name != "", s.start_s))
+            entire, *layers = sorted(recording.of(kind), key=lambda s: (s.name != "", s.start_s))
             assert [s.name for s in layers] == [str(i) for i in range(LAYERS)][::order]
-            assert whole.name == ""
+            assert entire.name == ""
             assert all(a.stop_s <= b.start_s for a, b in pairwise(layers))
-            assert whole.start_s <= layers[0].start_s
-            assert layers[-1].stop_s <= whole.stop_s
+            assert entire.start_s <= layers[0].start_s
+            assert layers[-1].stop_s <= entire.stop_s
 
 
 def test_a_straggler_waits_for_no_rank(recorded):
@@ -176,7 +176,7 @@ def test_a_straggler_waits_for_no_rank(recorded):
 
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
-    assert prompt.waited_s > 0.5 * PAUSE_S  # for a rank that comes later
+    assert prompt.waited_s > 0.5 * PAUSE_S  # for the slower rank
     assert prompt.hidden_s(Kind.REDUCE_SCATTER) < 0.5 * PAUSE_S
     waits = list(prompt.of(Kind.REDUCE_SCATTER, is_wait=True))
     reductions = list(prompt.of(Kind.REDUCE_SCATTER))
@@ -188,11 +188,11 @@ def _cover(rank, world_size):
     options = {"stage": 2, "reduce_bucket_size": 512 * 512}
     module, engine = make(512, **options)
     found = []
-    for number in range(12):  # other processes take the processor from some of them
+    for number in range(12):  # other processes may slow some of them down
         recording = window(rank, module, engine, number, width=512, rows=128)
         kinds = [recording.of(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.STEP)]
         computed = sum(span.seconds for kind in kinds for span in kind)
-        found.append(computed / recording.seconds)  # waits included
+        found.append(computed / recording.seconds)  # including waits
     engine.close()
     return max(found)
 
@@ -218,10 +218,10 @@ def _train(rank, options, *, is_recorded):
 def _files(rank):
     os.makedirs("swap", exist_ok=True)
     nvme = OffloadConfig("nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16)
-    elsewhere = OffloadConfig(
+    on_disk = OffloadConfig(
         "nvme", nvme_path="swap", buffer_count=3, buffer_size=2**16, max_in_cpu_bytes=0
     )
-    module, engine = make(stage=3, offload_param=nvme, offload_optimizer=elsewhere)
+    module, engine = make(stage=3, offload_param=nvme, offload_optimizer=on_disk)
     step(rank, module, engine, 0)
     step(rank, module, engine, 1)
     found = []
@@ -237,7 +237,7 @@ def _files(rank):
         assert recording.nbytes(Kind.WRITE) == written > 0
         assert recording.exposed_s(Kind.READ) > 0
         assert recording.exposed_s(Kind.WRITE) > 0
-        # Every gather needs a shard from a file; what follows in the trace is read ahead.
+        # Every all-gather needs a shard from a file; the next ones of the trace are prefetched.
         assert recording.read_hits + recording.read_misses == 2 * LAYERS - 1
         assert recording.read_hits > 0
         found.append(recording)
@@ -258,7 +258,7 @@ def _steps_beside(rank):
 
 
 def _goes_on(rank):
-    """After an exception in the middle of a backward."""
+    """Returns a recording after an exception in the middle of a backward."""
     module, engine = make(stage=3)
     step(rank, module, engine, 0)
     engine.recorder.begin(1)
@@ -270,13 +270,13 @@ def _goes_on(rank):
     engine.zero_grad()
     engine.recorder.end()
     step(rank, module, engine, 2)
-    step(rank, module, engine, 3)  # as the one before: their order is followed from now on
+    step(rank, module, engine, 3)  # as the step before: later steps replay the recorded schedule
     engine.recorder.begin(4)
     step(rank, module, engine, 4)
     recording = engine.recorder.end()
     assert [len(begun(recording, k)) for k in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)] == [7, 4]
-    whole = [s.kind for s in recording.spans if s.name == "" and s.kind.is_compute]
-    assert whole == [Kind.FORWARD, Kind.BACKWARD]
+    entire = [s.kind for s in recording.spans if s.name == "" and s.kind.is_compute]
+    assert entire == [Kind.FORWARD, Kind.BACKWARD]
     assert all(span.stop_s <= recording.seconds for span in recording.spans)
     engine.close()
 
@@ -347,8 +347,8 @@ def _fake(rank, world_size):
     engine.close()
     assert recording.nbytes(Kind.REDUCE_SCATTER) == padded * 4 * 7 // 8
     assert len(begun(recording, Kind.ALL_GATHER)) == 2 * LAYERS - 1
-    assert recording.hidden_s(Kind.REDUCE_SCATTER) > 0  # it is over when it has been issued
+    assert recording.hidden_s(Kind.REDUCE_SCATTER) > 0  # it ends as soon as it is issued
 
 
-def test_one_process_that_stands_for_eight_records_too():
+def test_one_process_that_simulates_eight_ranks_records_too():
     run_ranks(1, _fake, has_group=False)

@@ -45,11 +45,11 @@ def _judge(rank, world_size):
     rounds = Rounds(dist.new_group(backend="gloo"), rank=rank, size=world_size)
     rounds.reserve(8)
 
-    def judge(result):
+    def check(result):
         others = rounds.run_round([], b"%d" % rank).mask  # one more round, in the same thread
         return ValueError(f"{result.numbers} {others[:1]!r} {threading.current_thread().name}")
 
-    found = [rounds.begin([rank], judge=judge).result(), rounds.run_round([rank], judge=judge)]
+    found = [rounds.begin([rank], check=check).result(), rounds.run_round([rank], check=check)]
     assert [str(result.error) for result in found] == [
         "[0] b'2' zero-rounds",
         "[0] b'2' MainThread",

@@ -1,4 +1,4 @@
-"""Whoever waits for other ranks learns why they do not come, and what they are doing."""
+"""Waits for other ranks end with the cause, and long waits report the status of every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.models import MLPModule
 
 
 def _error_of(action):
-    """What `action` raises, as text, and how long it took."""
+    """Returns the error of `action`, as text, and the seconds that it took."""
     start = time.monotonic()
     try:
         action()
@@ -53,7 +53,7 @@ def _engine(stage=1, **options):
     return engine, lambda: engine.backward(module(torch.ones(2, 6)).square().mean())
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- failures
 
 
 class FaultyModule(MLPModule):
@@ -106,7 +106,7 @@ def _fit_gathering(rank, world_size):
 def test_an_exception_while_another_rank_is_in_a_collective_of_the_user_ends_both_soon():
     first, second = run_ranks(2, _fit_gathering, has_group=False)
     assert second[0] == "ArithmeticError: out of luck"
-    assert first[0].startswith("RuntimeError"), "its connections are cut"
+    assert first[0].startswith("RuntimeError"), "its connections are closed"
     assert max(first[1], second[1]) < 8
 
 
@@ -163,7 +163,7 @@ def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(sta
 
 
 class FailingSetupModule(MLPModule):
-    """Fails on `failing` ranks in `setup`, where the others wait for them on the default group."""
+    """Fails on `failing` ranks in `setup`, while the others wait for them on the default group."""
 
     def __init__(self, failing, **kwargs):
         super().__init__(**kwargs)
@@ -195,7 +195,7 @@ class LateModule(MLPModule):
     def training_step(self, batch, batch_idx):
         time.sleep(self.global_rank)
         dist.barrier()
-        total = dist.ReduceOp(dist.ReduceOp.SUM)  # its text is another on every rank
+        total = dist.ReduceOp(dist.ReduceOp.SUM)  # its text differs by rank
         self.trainer.strategy.reduce(torch.ones(()), reduce_op=total)
         return super().training_step(batch, batch_idx)
 
@@ -210,15 +210,15 @@ def _fail_then_fit(rank, world_size):
     return first, second, [thread.name for thread in threading.enumerate()]
 
 
-def test_the_watch_of_a_failed_run_does_not_end_the_next_one_of_another_trainer():
+def test_the_watchdog_of_a_failed_run_does_not_end_the_next_run_of_another_trainer():
     for first, second, threads in run_ranks(2, _fail_then_fit, has_group=False):
         assert first == "ArithmeticError: out of luck"
         assert second == ""
         assert threads.count("lightning-zero-watchdog") == 1
 
 
-def _cut_while_waiting(rank, world_size):
-    dist.init_process_group()  # with a backend for each kind of device
+def _disconnect_while_waiting(rank, world_size):
+    dist.init_process_group()  # with one backend per device type
     group = dist.new_group()
     dist.barrier(group=group)
     if rank == 0:
@@ -232,7 +232,7 @@ def _cut_while_waiting(rank, world_size):
 
 
 def test_a_group_with_a_backend_for_each_device_type_is_disconnected():
-    (error, seconds), _ = run_ranks(2, _cut_while_waiting, has_group=False)
+    (error, seconds), _ = run_ranks(2, _disconnect_while_waiting, has_group=False)
     assert error.startswith("RuntimeError")
     assert seconds < 4
 
@@ -282,7 +282,7 @@ def _take_branches(rank, world_size):
         with engine.forward_context():
             if rank == 0:
                 first(torch.ones(2, 6))
-                dist.barrier()  # has no tensor, and is not seen
+                dist.barrier()  # it has no tensor, so it is not intercepted
             else:
                 second(torch.ones(2, 6))
                 first(torch.ones(2, 6))
@@ -295,7 +295,7 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
     assert "all ranks wait for each other" in errors[1][0], errors
     assert "torch.distributed.barrier" in errors[1][0]
     assert "lightning_zero.before_collective(module)" in errors[1][0]
-    assert errors[0][0], "the collective of rank 0 is cut"
+    assert errors[0][0], "the collective of rank 0 is ended"
 
 
 class _Lines(logging.Handler):
@@ -312,7 +312,7 @@ def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     logging.getLogger("lightning_zero.comm.reports").addHandler(shown)
     watchdog = Watchdog("threads", rank=rank, size=world_size, limits=WaitLimits(0.5))
     if rank == 0 and not is_rank_0_there:
-        watchdog.stop()  # as if it were stuck
+        watchdog.stop()  # as if it hung
 
     def wait():
         with watchdog.waiting("the gather of a layer"):
@@ -345,13 +345,13 @@ def _receive_beside_ended(rank, world_size):
         return float(box)
     if rank == 1:
         watchdog.end_with_process()
-    time.sleep(7)  # longer than it takes to miss a rank, and to cut the connections
+    time.sleep(7)  # longer than it takes to miss a rank, and to close the connections
     if rank == 2:
         dist.send(torch.ones(1), dst=0)
     return None
 
 
-def test_a_receive_goes_on_although_another_rank_than_the_sender_has_ended():
+def test_a_receive_continues_after_a_rank_other_than_the_sender_has_ended():
     assert run_ranks(3, _receive_beside_ended)[0] == 1
 
 
@@ -366,7 +366,7 @@ def _load_beside_ended(rank, world_size):
     dist.gather_object(_SlowToLoad() if rank else None, objects)
     if rank == 1:
         watchdog.end_with_process()
-    dist.barrier()  # the connections are whole
+    dist.barrier()  # the connections are open
     return objects
 
 
@@ -380,16 +380,16 @@ def _barrier_beside_broadcast(rank, world_size):
         dist.barrier()
     else:
         with watchdog.waiting("an object of rank 0", is_one_way=True):
-            time.sleep(4)  # it loads, say
+            time.sleep(4)  # such as loading data
         dist.barrier()
     return watchdog.failure
 
 
-def test_a_barrier_after_a_broadcast_that_others_have_not_done_with_is_no_mutual_wait():
+def test_a_barrier_after_an_unfinished_broadcast_of_others_is_no_mutual_wait():
     assert run_ranks(2, _barrier_beside_broadcast) == [None, None]
 
 
-def test_it_is_known_which_collectives_go_one_way():
+def test_one_way_collectives_are_recognized():
     assert is_one_way("torch.distributed.broadcast_object_list")
     assert is_one_way("torch.distributed.irecv")
     assert not is_one_way("torch.distributed.all_gather_object")
@@ -413,7 +413,7 @@ def test_a_report_groups_ranks_with_equal_status():
         "what:",
         "  ranks 0-1, 3: in forward of blocks.1; waits for the gather of blocks.1 (31 s)",
         "    a.py:3 in f",
-        "  rank 2: no answer: it has ended, is stopped, or its node is out of reach",
+        "  rank 2: no answer: it has ended, is stopped, or its node cannot be reached",
     ]
 
 
@@ -427,7 +427,7 @@ def test_a_report_groups_ranks_with_equal_status():
         ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
         ("sys.exit(3)", "ended with exit code 3"),
         ("raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
-        ("sys.exit()", "has come to the end of its script"),
+        ("sys.exit()", "reached the end of its script"),
     ],
 )
 def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
@@ -456,7 +456,7 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, 
 module = torch.nn.Linear(4, 4)
 engine = Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=1))
 if rank == 1:
-    pid = os.fork()  # as a data loader does: it keeps the connections open
+    pid = os.fork()  # as a data loader does; the child keeps the connections open
     if pid == 0:
         import time; time.sleep(8); os._exit(0)
     DIE
@@ -467,7 +467,7 @@ engine.backward(module(torch.ones(2, 4)).sum())
 def _die_with_the_store(rank, world_size):
     _, backward = _engine()
     if rank == 0:
-        if os.fork() == 0:  # as a data loader does: it keeps the connections open
+        if os.fork() == 0:  # as a data loader does; the child keeps the connections open
             time.sleep(20)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -478,14 +478,14 @@ def _die_with_the_store(rank, world_size):
 def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named():
     with pytest.raises(RankError) as caught:
         run_ranks(2, _die_with_the_store)
-    # How, is to be read for a moment only: the process that has started it asks too.
+    # The exit status can be read for a moment only: the parent process reads it, too.
     text = "PeerAbortedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
 
 
 def _know(rank, world_size):
     if rank == 0:
-        time.sleep(0.3)  # the others are there first
+        time.sleep(0.3)  # the others are first
     peers = Peers()
     peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
     known = [peer.rank for peer in peers._peers]
@@ -498,7 +498,7 @@ def test_the_rank_that_may_hold_the_store_is_known_before_anything_can_happen_to
 
 
 class _Gone:
-    """A store with whose process it has gone."""
+    """A store whose process has ended."""
 
     def __getattr__(self, name):
         raise RuntimeError("Connection reset by peer")
@@ -507,16 +507,16 @@ class _Gone:
 def _fail_without_the_store(rank, world_size):
     watchdog = Watchdog("gone", rank=rank, size=world_size)
     watchdog._store = _Gone()
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
         watchdog.explain(RuntimeError("gloo: Connection closed by peer"))
     watchdog.stop()
-    return told.getvalue()
+    return printed.getvalue()
 
 
 def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
-    told = run_ranks(2, _fail_without_the_store)[1]
-    assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in told
+    printed = run_ranks(2, _fail_without_the_store)[1]
+    assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in printed
 
 
 def _write_nonsense(rank, world_size):
@@ -524,9 +524,9 @@ def _write_nonsense(rank, world_size):
     logging.getLogger("lightning_zero.comm.peers").addHandler(shown)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
-        for key in ("nonsense/news/0", "nonsense/news/1", "ends/0"):
+        for key in ("nonsense/log/0", "nonsense/log/1", "exits/0"):
             store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
-        store.set("lightning_zero/nonsense/news/2", '{"kind": "dead"}')
+        store.set("lightning_zero/nonsense/log/2", '{"kind": "dead"}')
         store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
     dist.barrier()
     watchdog = Watchdog("nonsense", rank=rank, size=world_size)
@@ -546,7 +546,7 @@ def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
 
 
 def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
-    """One rank is stopped, rank 0 with the store; the other one lets it go on in the end."""
+    """Stops one rank (rank 0 with the store); the other one continues it in the end."""
     dist.init_process_group("gloo")
     shown = _Lines()
     logging.getLogger("lightning_zero.comm").addHandler(shown)
@@ -571,7 +571,7 @@ def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
     return seconds, failure and failure.text, "\n".join(shown.lines)
 
 
-def test_a_stopped_rank_is_lost_after_the_time_that_was_given():
+def test_a_stopped_rank_is_lost_after_the_heartbeat_timeout():
     (seconds, text, _), _ = run_ranks(2, _stop_and_wait, 1, 1.0, has_group=False)
     assert seconds < 3.5
     assert text.startswith(
@@ -593,7 +593,7 @@ def test_a_rank_whose_store_does_not_answer_reports_so_itself(heartbeat_timeout_
 def _regroup_late(rank, world_size):
     watchdog = Watchdog("late", rank=rank, size=world_size)
     if rank == 1:
-        time.sleep(1.5)  # until long after the deadline of the other
+        time.sleep(1.5)  # until long after the other rank's deadline
     watchdog.abort(ArithmeticError("out of luck") if rank == 0 else None)
     outcome = watchdog.regroup(timedelta(seconds=0.5))
     watchdog.stop()
@@ -642,12 +642,12 @@ def _wait_for_failure(watchdog):
 
 def test_ranks_regroup_repeatedly_and_start_afresh_each_time():
     first, second = run_ranks(2, _regroup)
-    for error, has_rallied in first:
+    for error, has_regrouped in first:
         assert error == (
             "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
         )
-        assert has_rallied
-    assert all(has_rallied for _, has_rallied in second)
+        assert has_regrouped
+    assert all(has_regrouped for _, has_regrouped in second)
 
 
 def test_exit_codes_are_described_in_words():
@@ -660,15 +660,16 @@ def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
     watchdog = Watchdog("alone", rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
-    with pytest.raises(DesynchronizedError, match="in vain"), watchdog.waiting("an object"):
+    expected = pytest.raises(DesynchronizedError, match="without success")
+    with expected, watchdog.waiting("an object"):
         raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
 
 
 def test_there_is_nothing_to_watch_without_other_ranks():
     watchdog = Watchdog("alone", rank=0, size=1)
-    with watchdog.waiting("nobody"):
+    with watchdog.waiting("an object"):
         pass
-    with pytest.raises(PeerAbortedError), watchdog.waiting("nobody"):
+    with pytest.raises(PeerAbortedError), watchdog.waiting("an object"):
         raise PeerAbortedError
-    watchdog.leave()
+    watchdog.finish()
     watchdog.stop()

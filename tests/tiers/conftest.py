@@ -1,4 +1,4 @@
-"""Stores, and disks that fail for real."""
+"""Stores, and disks that really fail."""
 
 import contextlib
 import os
@@ -21,7 +21,7 @@ def store(tmp_path):
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mounts something for the test: mounted("-t", "tmpfs", ...) gives its directory."""
+    """Mounts a file system for the test: mounted("-t", "tmpfs", ...) returns its directory."""
     if os.getuid() != 0:
         pytest.skip("only root can mount")
     places = []
@@ -45,14 +45,14 @@ def mounted(tmp_path):
 
 @pytest.fixture
 def loop_disk(mounted, tmp_path):
-    """An ext4 disk in a file: (its directory, the file). What the file loses the disk loses."""
+    """An ext4 disk in a file: (its directory, the file). Truncating the file truncates the disk."""
     image = tmp_path / "disk.img"
     make_ext4(image, 48 * 2**20)
     return mounted("-o", "loop", str(image)), image
 
 
 def make_ext4(image, nbytes, *options):
-    """An empty ext4 disk in a file that takes no room of its own; skips where that cannot be."""
+    """Makes an empty ext4 disk in a sparse file; skips the test where that is not possible."""
     image.touch()
     os.truncate(image, nbytes)
     try:
@@ -63,5 +63,5 @@ def make_ext4(image, nbytes, *options):
 
 @pytest.fixture
 def filled():
-    """filled(nbytes, value): an aligned tensor."""
+    """Returns a function: `filled(nbytes, value)` makes an aligned tensor."""
     return lambda nbytes, value=0: aligned_empty(nbytes, pin=False).fill_(value)

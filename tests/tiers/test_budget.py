@@ -1,4 +1,4 @@
-"""What "auto" may use: what is left of the machine, or of the job or container that we are in."""
+"""CPU memory for "auto": the free memory of the machine, job or container of this process."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ MIB = 2**20
 
 
 def test_the_smallest_group_around_this_process_counts(tmp_path):
-    (tmp_path / "cgroup").write_text("3:cpu:/elsewhere\n0::/system/job\n")
+    (tmp_path / "cgroup").write_text("3:cpu:/other\n0::/system/job\n")
     sizes = {"system/job": ("max", 5), "system": (100, 70), ".": (1000, 100)}
     for group, (limit, used) in sizes.items():
         folder = tmp_path / "mount" / group

@@ -1,4 +1,4 @@
-"""Disks that are full, gone, cut or broken, for real: an error with path and bytes, no hang."""
+"""Disks that are full, removed, truncated or broken: an error with path and bytes, no hang."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def increments(file, num_jobs=8):
-    """Jobs that add 1 to a file, in equal parts."""
+    """Jobs that add 1 to a file, in equal ranges."""
     size = file.nbytes // num_jobs
 
     def add(views):
@@ -32,13 +32,13 @@ def increments(file, num_jobs=8):
 
 
 def step(pipeline, file):
-    """A step of which nothing is under way any more."""
+    """Runs a step and waits for its writes."""
     pipeline.run(increments(file))
     pipeline.drain()
 
 
 def fails_clearly(file, pattern):
-    """Steps of `file` end with this error that names it, one after another."""
+    """Two steps in a row raise this error, which names `file`."""
     pipeline = Pipeline(make_buffers(3, file.nbytes // 8, pin=False))
     for _ in range(2):
         with pytest.raises(OSError, match=pattern) as caught:
@@ -54,13 +54,13 @@ def test_a_full_disk_is_an_error_with_the_bytes_requested_and_free(mounted, fill
     with pytest.raises(OSError, match=r"cannot allocate 16781312 bytes .* (\d+) bytes are free"):
         store.create("too large", 16 * MIB)
     assert len(list(store.directory.glob("0*"))) == 1
-    store.create("fits", 4 * MIB)  # what was allocated for the large one is free again
+    store.create("fits", 4 * MIB)  # the space of the large file is free again
     kept.write(0, filled(2 * MIB, 3)).wait()
     store.close()
     assert not list(disk.iterdir())
 
 
-def test_a_disk_without_room_for_a_directory_is_an_error_that_names_it(mounted):
+def test_a_disk_without_space_for_a_directory_is_an_error_that_names_it(mounted):
     disk = mounted("-t", "tmpfs", "-o", "size=64k,nr_inodes=1", "tmpfs")
     with pytest.raises(OSError, match=f"is full.*{disk}"):
         NvmeStore(disk, rank=0)
@@ -70,7 +70,7 @@ def test_a_path_that_is_missing_or_a_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"does not exist; is the disk.*{tmp_path}/no"):
         NvmeStore(tmp_path / "no", rank=0)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=f"is no directory.*{tmp_path}/file"):
+    with pytest.raises(NotADirectoryError, match=f"is not a directory.*{tmp_path}/file"):
         NvmeStore(tmp_path / "file", rank=0)
 
 
@@ -104,7 +104,7 @@ def test_a_file_system_without_o_direct_is_used_and_named_once(mounted, filled, 
         stores = [NvmeStore(disk, rank=rank) for rank in range(3)]
     assert [store.is_direct for store in stores] == [False] * 3
     (message,) = [str(warning.message) for warning in caught]
-    assert f"{disk} (ramfs) refuses O_DIRECT" in message
+    assert f"{disk} (ramfs) does not support O_DIRECT" in message
     file, back = stores[1].create("state", 4 * PAGE), filled(4 * PAGE)
     file.write(0, filled(4 * PAGE, 6))
     file.read(0, back).wait()
@@ -117,11 +117,13 @@ def test_a_truncated_file_is_an_error_and_never_read_as_zeros(store, filled):
     file = store.create("state", 64 * PAGE)
     file.write(0, filled(64 * PAGE, 1)).wait()
     os.truncate(file.path, 16 * PAGE)
-    fails_clearly(file, r"cannot (read|write) \d+ bytes at offset \d+: another process cut")
-    # Our own writes may not make it look whole again.
-    with pytest.raises(OSError, match=r"cannot write 4096 bytes at offset 258048.*cut the file to"):
+    fails_clearly(file, r"cannot (read|write) \d+ bytes at offset \d+: another process truncated")
+    # Our own writes must not make it look intact again.
+    with pytest.raises(
+        OSError, match=r"cannot write 4096 bytes at offset 258048.*truncated the file to"
+    ):
         file.write(63 * PAGE, filled(PAGE)).wait()
-    with pytest.raises(OSError, match="another process cut the file to"):
+    with pytest.raises(OSError, match="another process truncated the file to"):
         file.read(32 * PAGE, filled(PAGE)).wait()
 
 
@@ -175,13 +177,13 @@ def test_a_disk_that_fails_to_write_breaks_the_bytes_until_they_are_written(moun
     ballast = outer / "ballast"
     subprocess.run(["dd", "if=/dev/zero", f"of={ballast}"], stderr=subprocess.DEVNULL, timeout=60)
     assert os.statvfs(outer).f_bavail == 0
-    whole = aligned_empty(8 * MIB, pin=False).fill_(1)
+    full = aligned_empty(8 * MIB, pin=False).fill_(1)
     with pytest.raises(OSError, match=r"cannot write \d+ bytes at offset \d+: .*0000-state"):
-        file.write(0, whole).wait()
-    with pytest.raises(OSError, match="cannot write"):  # not the zeros that are there
+        file.write(0, full).wait()
+    with pytest.raises(OSError, match="cannot write"):  # not the zeros in the file
         file.read(4 * MIB, aligned_empty(MIB, pin=False)).wait()
     ballast.unlink()
-    file.write(0, whole).wait()
+    file.write(0, full).wait()
     back = aligned_empty(8 * MIB, pin=False)
     file.read(0, back).wait()
     assert (back == 1).all()

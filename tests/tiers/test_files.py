@@ -1,4 +1,4 @@
-"""Files on a disk: what is written is read, by whom, and what is left behind."""
+"""Files on a disk: values that are written and read, access, and cleanup."""
 
 import fcntl
 import os
@@ -28,14 +28,14 @@ from lightning_zero.tiers.nvme import NvmeStore
 store = NvmeStore(sys.argv[1], rank=1)
 file = store.create("state", 2**26)
 print(store.directory, flush=True)
-whole = aligned_empty(2**26, pin=False)
+values = aligned_empty(2**26, pin=False)
 while True:
-    file.write(0, whole).wait()
+    file.write(0, values).wait()
 """
 
 
 def start_a_job(path):
-    """A process that writes for ever, after it has printed its directory."""
+    """Starts a process that prints its directory and then writes without end."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
@@ -69,7 +69,7 @@ def test_empty_files_and_tensors_are_allowed(store, filled):
     file.read(0, filled(0)).wait()
 
 
-def test_names_of_parameters_need_no_care(store):
+def test_any_parameter_name_is_a_valid_file_name(store):
     for name in ("layers.3/weight", "../..", "x" * 500, "layers.3/weight", "ß\0"):
         file = store.create(name, PAGE)
         assert file.path.parent == store.directory
@@ -91,7 +91,7 @@ RANGES = st.tuples(st.booleans(), st.integers(0, 7), st.integers(1, 8))
 
 @settings(max_examples=60, deadline=None)
 @given(operations=st.lists(RANGES, max_size=25))
-def test_transfers_that_touch_are_done_in_the_order_asked_for(tmp_path_factory, operations):
+def test_overlapping_transfers_are_done_in_the_order_of_requests(tmp_path_factory, operations):
     path = tmp_path_factory.mktemp("ordered")
     store = NvmeStore(path, rank=0, block_bytes=PAGE)
     file = store.create("state", 8 * PAGE)
@@ -112,7 +112,7 @@ def test_transfers_that_touch_are_done_in_the_order_asked_for(tmp_path_factory, 
     store.close()
 
 
-def test_unaligned_memory_is_our_own_mistake(store):
+def test_unaligned_memory_fails_an_assertion(store):
     file = store.create("state", 4 * PAGE)
     with pytest.raises(AssertionError):
         file.read(0, aligned_empty(2 * PAGE, pin=False)[64 : 64 + PAGE])
@@ -147,7 +147,7 @@ def test_an_unreferenced_store_is_removed(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_two_stores_on_one_path_do_not_meet(tmp_path, filled):
+def test_two_stores_on_one_path_are_separate(tmp_path, filled):
     stores = [NvmeStore(tmp_path, rank=0), NvmeStore(tmp_path, rank=0)]
     files = [store.create("state", PAGE) for store in stores]
     for value, file in enumerate(files):
@@ -197,20 +197,20 @@ def test_directories_of_other_machines_are_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["a link as lock", "a link as directory", "another user's"])
-def test_what_another_user_may_have_put_there_is_neither_followed_nor_removed(tmp_path, kind):
-    folder, elsewhere = tmp_path / "nvme", tmp_path / "elsewhere"
+def test_links_and_files_of_other_users_are_neither_followed_nor_removed(tmp_path, kind):
+    folder, other = tmp_path / "nvme", tmp_path / "other"
     folder.mkdir()
-    elsewhere.mkdir()
-    (elsewhere / ".lock").touch()
+    other.mkdir()
+    (other / ".lock").touch()
     store = NvmeStore(folder, rank=0)
     abandoned = folder / (store.directory.name[:-8] + "0" * 8)
     store.close()
     if kind == "a link as directory":
-        abandoned.symlink_to(elsewhere)
+        abandoned.symlink_to(other)
     else:
         abandoned.mkdir()
         if kind == "a link as lock":
-            (abandoned / ".lock").symlink_to(elsewhere / ".lock")
+            (abandoned / ".lock").symlink_to(other / ".lock")
         elif os.getuid():
             pytest.skip("needs root, to give a directory to another user")
         else:
@@ -218,7 +218,7 @@ def test_what_another_user_may_have_put_there_is_neither_followed_nor_removed(tm
             os.chown(abandoned, 1234, -1)
     NvmeStore(folder, rank=0).close()
     assert os.path.lexists(abandoned)
-    assert (elsewhere / ".lock").exists()
+    assert (other / ".lock").exists()
 
 
 def test_the_directory_is_named_after_the_job_and_the_rank(tmp_path, monkeypatch):
@@ -230,7 +230,7 @@ def test_the_directory_is_named_after_the_job_and_the_rank(tmp_path, monkeypatch
 
 
 def in_a_child(work):
-    """Whether `work()` is true in a forked child that then ends as a script ends."""
+    """Whether `work()` returns True in a forked child, which then exits as a script does."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -265,7 +265,7 @@ def test_a_fork_of_a_forked_child_has_the_files_of_its_own(store):
     store.create("state", PAGE)
 
     def opens_files_and_forks():
-        own = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # numbers that became free
+        own = [os.open(os.devnull, os.O_RDONLY) for _ in range(8)]  # descriptors that became free
         return in_a_child(lambda: all(os.fstat(number) for number in own))
 
     assert in_a_child(opens_files_and_forks)
@@ -278,7 +278,7 @@ def test_buffers_are_not_shared_with_a_forked_child():
     assert (buffer == 5).all()
 
 
-def test_a_pool_gives_what_it_has():
+def test_a_pool_returns_its_free_buffers():
     pool = BufferPool(make_buffers(2, 3 * PAGE, pin=False))
     first, second = pool.take(), pool.take()
     assert first.data_ptr() % PAGE == second.data_ptr() % PAGE == 0
@@ -294,7 +294,7 @@ def test_a_pool_gives_what_it_has():
 
 
 class AtOnce:
-    """In the place of a CUDA stream and of an event on it: everything is done at once."""
+    """Stands for a CUDA stream and an event on it: all work is done at once."""
 
     def do_nothing(self, *_):
         pass

@@ -1,4 +1,4 @@
-"""`lightning-zero io-bench`: what it prints, refuses and leaves behind."""
+"""`lightning-zero io-bench`: output, errors and cleanup."""
 
 import json
 import signal
@@ -54,7 +54,7 @@ def test_it_refuses_to_fill_the_disk(mounted, capsys):
     assert not list(disk.iterdir())
 
 
-def test_a_size_that_makes_no_sense_is_refused(tmp_path, capsys):
+def test_an_invalid_size_is_refused(tmp_path, capsys):
     assert io_bench(tmp_path, "--size", "1MiB") == 2
     assert "at least 268435456 bytes, got 1048576" in capsys.readouterr().err
     for option, value, text in (
@@ -75,7 +75,7 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
     )
 
 
-def test_the_file_goes_when_it_is_stopped(tmp_path):
+def test_the_file_is_removed_when_it_is_stopped(tmp_path):
     benches = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         path = tmp_path / number.name

@@ -1,4 +1,4 @@
-"""Jobs through a few buffers: always the numbers of the same jobs in memory."""
+"""Jobs through a few buffers have the results of the same jobs in memory."""
 
 import random
 import signal
@@ -16,7 +16,7 @@ from lightning_zero.tiers.nvme import NvmeStore
 from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
 from tests.tiers.conftest import PAGE
 
-NUM_PAGES = 6  # of each of two files
+NUM_PAGES = 6  # pages of each of two files
 
 PIECES = st.lists(
     st.tuples(
@@ -36,7 +36,7 @@ STEPS = st.lists(
 
 
 class InMemory:
-    """What the same jobs do to tensors."""
+    """Runs the same jobs on tensors in memory."""
 
     def __init__(self):
         self.files = torch.zeros(2, NUM_PAGES * PAGE, dtype=torch.uint8)
@@ -56,7 +56,7 @@ def pieces_of(job, files):
     ]
 
 
-def whole(file):
+def content(file):
     memory = aligned_empty(file.nbytes, pin=False)
     file.read(0, memory).wait()
     return memory
@@ -65,7 +65,7 @@ def whole(file):
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS, num_buffers=st.integers(1, 4))
 def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, steps, num_buffers):
-    """Jobs overlap at will, are prefetched or not, for this step or for another one."""
+    """Jobs overlap in any way, and are prefetched or not, for this step or for another one."""
     store = NvmeStore(tmp_path_factory.mktemp("any"), rank=0, block_bytes=PAGE)
     files = [store.create(name, NUM_PAGES * PAGE) for name in "ab"]
     pipeline = Pipeline(make_buffers(num_buffers, 4 * PAGE, pin=False))
@@ -88,12 +88,12 @@ def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, step
             pipeline.drain()
     pipeline.drain()
     for file, expected in zip(files, memory.files, strict=True):
-        assert torch.equal(whole(file), expected)
+        assert torch.equal(content(file), expected)
     store.close()
 
 
 def seconds_waited(recorder):
-    """By kind, in the window that began with `recorder.begin`: the caller stood still so long."""
+    """Seconds for which the caller waited, by kind, since `recorder.begin`."""
     waited = {Kind.READ: 0.0, Kind.WRITE: 0.0}
     for span in recorder.end().spans:
         if span.is_wait:
@@ -133,11 +133,11 @@ def test_adamw_steps_bit_equal_to_memory(store):
             )
             for chunk in range(num_chunks)
         ]
-        pipeline.prefetch(jobs)  # of this step, behind the writes of the last one
+        pipeline.prefetch(jobs)  # for this step, after the writes of the last one
         pipeline.run(jobs)
     pipeline.drain()
     for file, state in zip(files, expected, strict=True):
-        assert torch.equal(whole(file).view(torch.float32), state.view(-1))
+        assert torch.equal(content(file).view(torch.float32), state.view(-1))
     assert store.bytes_read == store.bytes_written + sum(file.nbytes for file in files)
     assert min(seconds_waited(store.recorder).values()) > 0
 
@@ -167,7 +167,7 @@ def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
     start = time.perf_counter()
     pipeline.run(jobs)
     assert time.perf_counter() - start >= num_jobs * slow_s
-    # The first read alone can be waited for.
+    # Only the first read can cause a wait.
     assert sum(seconds_waited(store.recorder).values()) < 3 * slow_s
 
 
@@ -220,7 +220,7 @@ def test_after_an_exception_in_a_job_the_next_step_is_right(store):
     pipeline.cancel()
     pipeline.run(jobs())
     pipeline.drain()
-    assert whole(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
+    assert content(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
 
 
 class InterruptedHere(Exception):
@@ -228,7 +228,7 @@ class InterruptedHere(Exception):
 
 
 def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tmp_path):
-    """As Ctrl-C does it: an exception between any two instructions of the main thread."""
+    """Raises, as Ctrl-C does, between any two instructions of the main thread."""
 
     def interrupt(*_):
         raise InterruptedHere
@@ -249,7 +249,7 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tm
                 while time.monotonic() < until:
                     pipeline.run(jobs)
                     pipeline.prefetch(jobs)
-                raise InterruptedHere  # it came in a callback of the garbage collector, say
+                raise InterruptedHere  # it was raised in a callback of the garbage collector
             pipeline.cancel()
             store.close()
             assert not list(tmp_path.iterdir())
@@ -272,7 +272,7 @@ def test_a_job_may_only_write_or_only_read(store, filled):
     pipeline.run([job])
     pipeline.drain()
     assert (store.bytes_read, store.bytes_written) == (PAGE, 2 * PAGE)
-    assert (whole(file) == 7).all()
+    assert (content(file) == 7).all()
 
 
 def test_a_pipeline_records_how_long_it_waits_for_the_disk(store):
