@@ -102,17 +102,17 @@ def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path):
         open_checkpoint(index.parent)
     (tmp_path / "away").rename(index.parent / "model-00002-of-00002.safetensors")
     index.write_text(text.replace('"bias"', '"scale"'))
-    with pytest.raises(ValueError, match="do not hold: scale"):
+    with pytest.raises(ValueError, match="are not in their files: scale"):
         open_checkpoint(index.parent)
     index.write_text("[]")
-    with pytest.raises(ValueError, match="is no index of weights"):
+    with pytest.raises(ValueError, match="is not an index of weights"):
         open_checkpoint(index.parent)
 
 
 def test_several_files_without_an_index_are_an_error_that_names_them(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         save_file(dict(STATE), tmp_path / name)
-    with pytest.raises(ValueError, match=r"holds a.safetensors, b.safetensors, and nothing says"):
+    with pytest.raises(ValueError, match=r"holds a.safetensors, b.safetensors, and it is not clear"):
         open_checkpoint(tmp_path)
 
 
@@ -128,10 +128,10 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path):
     with pytest.raises(ValueError, match="is empty: its save was interrupted"):
         open_checkpoint(tmp_path / "empty.ckpt")
     torch.save({"model": STATE, "step": 3}, tmp_path / "foreign.pt")
-    with pytest.raises(ValueError, match=r"holds a dict with 'model', 'step', which is neither"):
+    with pytest.raises(ValueError, match=r"contains a dict with 'model', 'step', which is neither"):
         open_checkpoint(tmp_path / "foreign.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"holds a builtins.list, expected a dict"):
+    with pytest.raises(ValueError, match=r"contains a builtins.list, expected a dict"):
         open_checkpoint(tmp_path / "list.pt")
 
 

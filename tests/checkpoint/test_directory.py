@@ -215,7 +215,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     shares = [find_damage(tmp_path, rank=rank, world_size=3) for rank in range(3)]
     assert sorted(line for share in shares for line in share) == damage
     (tmp_path / "SHA256SUMS").write_text("nonsense\n")
-    assert find_damage(tmp_path) == ["line 1 of SHA256SUMS is no checksum"]
+    assert find_damage(tmp_path) == ["line 1 of SHA256SUMS is not a checksum"]
 
 
 def test_removing_takes_files_links_and_directories(tmp_path):

@@ -51,10 +51,10 @@ def test_what_is_incomplete_or_weights_alone_is_left_out(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "link.ckpt").symlink_to("nothing")
-    with pytest.warns(UserWarning, match="is left out, as it is not complete") as warned:
+    with pytest.warns(UserWarning, match="is ignored because it is not complete") as warned:
         assert lightning_zero.newest_checkpoint(tmp_path) == tmp_path / "good.ckpt"
     named = {str(tmp_path / "cut.ckpt"), str(tmp_path / "cut")}
-    assert {str(one.message).split(" is left out")[0] for one in warned} == named
+    assert {str(one.message).split(" is ignored")[0] for one in warned} == named
 
 
 def test_a_checkpoint_renamed_by_a_killed_save_counts(tmp_path):

@@ -193,13 +193,15 @@ class SavingAtTheEnd(Callback):
 
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_the_memory_of_one_process_is_refused_to_several_ranks(form):
-    with pytest.raises(RankError, match="is in the memory of one process, and each of 2 ranks"):
+    with pytest.raises(
+        RankError, match="is in the memory of one process, but 2 ranks are separate"
+    ):
         run_ranks(2, _resume_from_memory, form, has_group=False)
 
 
 def _resume_from_memory(rank, world_size, form):
     trainer = make_trainer(settings(1, checkpoint=form))
-    with pytest.raises(ValueError, match="in the memory of one process, and each of 2 ranks"):
+    with pytest.raises(ValueError, match="in the memory of one process, but 2 ranks are separate"):
         trainer.fit(MLPModule(ranks=2), ckpt_path="memory://a.ckpt")
     trainer = make_trainer(settings(1, checkpoint=form))
     trainer.fit(MLPModule(ranks=2))
