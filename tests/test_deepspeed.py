@@ -1,4 +1,4 @@
-"""A DeepSpeed user's file gives the same training, or an error that says why not."""
+"""A DeepSpeed user's file gives the same training, or an error with the reason."""
 
 import json
 import math
@@ -288,7 +288,7 @@ def test_offload_is_where_deepspeed_has_it(write, settings, expected, ignored):
     [
         ({"offload_optimizer": {"device": "cpu"}}, "cpu", set()),
         ({"cpu_offload": True}, "cpu", set()),
-        # What DeepSpeed calls NVMe is CPU memory in these stages, and all of it.
+        # In these stages DeepSpeed's "nvme" means CPU memory, for the entire optimizer.
         ({"offload_optimizer": at_nvme()}, "cpu", {"offload_optimizer.nvme_path"}),
         (
             {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
@@ -324,7 +324,7 @@ def test_elements_kept_in_cpu_memory_are_counted_in_bytes_of_the_precision():
         assert (offload.device, offload.max_in_cpu_bytes) == ("auto", 1000 * itemsize)
 
 
-def test_the_strategy_offloads_what_the_file_says(write):
+def test_the_strategy_offloads_as_in_the_file(write):
     path = write(zero(offload_optimizer=at_nvme(), offload_param={"device": "cpu"}))
     config = ZeroStrategy.from_deepspeed(path).config
     assert (config.offload_optimizer, config.offload_param) == (nvme(), OffloadConfig("cpu"))
@@ -435,7 +435,7 @@ def test_a_world_size_is_an_integer(world_size):
 
 
 def scaler_after(steps, **fp16):
-    """The loss scale after steps with finite (True) or infinite (False) gradients, step by step."""
+    """Loss scales after steps with finite (True) or infinite (False) gradients."""
     kwargs = translate({"fp16": {"enabled": True, **fp16}}).grad_scaler_kwargs
     scaler = torch.amp.GradScaler("cpu", **kwargs)
     parameter = torch.nn.Parameter(torch.ones(1))
@@ -705,11 +705,12 @@ def test_an_optimizer_that_torch_lacks_is_refused(parameters, section, message):
         build_optimizer(section, parameters)
 
 
-# The scheduler section. DeepSpeed counts from -1: two steps of a warm-up are at its lowest.
+# The scheduler section. DeepSpeed counts from -1: the first two steps of a warm-up use its
+# minimum.
 
 
 def rates(section, num_steps, lr=0.5, **kwargs):
-    """The learning rate of each step, as the optimizer sees it."""
+    """Learning rates that the optimizer uses, by step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
     scheduler = build_scheduler(section, optimizer, **kwargs)
     seen = []

@@ -1,4 +1,4 @@
-"""Opening checkpoints of every format that is one file, or a directory of weights."""
+"""Opening checkpoints: single files of every format, and directories of weights."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ STATE = OrderedDict(weight=torch.arange(6.0).view(2, 3), bias=torch.ones(2, dtyp
 
 
 def anonymous_bytes():
-    """Memory of this process that no file backs."""
+    """Anonymous memory of this process, in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"Anonymous:\s+(\d+)", text).group(1)) * 1024
 
@@ -112,11 +112,13 @@ def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path):
 def test_several_files_without_an_index_are_an_error_that_names_them(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         save_file(dict(STATE), tmp_path / name)
-    with pytest.raises(ValueError, match=r"holds a.safetensors, b.safetensors, and it is not clear"):
+    with pytest.raises(
+        ValueError, match=r"holds a.safetensors, b.safetensors, and it is not clear"
+    ):
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path):
+def test_other_files_are_an_error_that_describes_them(tmp_path):
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "note.txt").write_text("hello, world")
@@ -144,8 +146,8 @@ def test_a_truncated_file_is_an_error(tmp_path, suffix, part):
         save_file(big, path)
     else:
         torch.save({"state_dict": big}, path, _use_new_zipfile_serialization=suffix == ".ckpt")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(part * len(whole))])
+    data = path.read_bytes()
+    path.write_bytes(data[: int(part * len(data))])
     with pytest.raises(ValueError, match=rf"{path.name} \(\d+ bytes\) is truncated"):
         open_checkpoint(path)
 
@@ -160,4 +162,4 @@ def test_reading_maps_the_file_and_takes_no_memory(tmp_path, suffix):
     before = anonymous_bytes()
     opened = open_checkpoint(path)
     assert float(opened["state_dict"]["w"].sum()) == pytest.approx(expected, rel=1e-3)
-    assert anonymous_bytes() - before < 8 * 2**20  # of 64 MiB
+    assert anonymous_bytes() - before < 8 * 2**20  # the file has 64 MiB

@@ -8,17 +8,17 @@ old checkpoint is first renamed to `.NAME.replaced-ID`; if the process stops bet
 renames, `recover` renames it back. The folder is synced before a replaced checkpoint is deleted.
 `NAME` is always the old or the new checkpoint, never a part of one and never a mix of both.
 
-[Note: Two writers] A writer holds `flock` on its draft until the draft has replaced the target: on
-the file itself, or on `SHA256SUMS` in a directory, which is created first and filled last. The
-kernel releases the lock when the process ends, for whatever reason. A save, and each start on a
-folder (`delete_leftovers`), deletes the leftovers of other processes whose lock is free. A leftover
-is renamed before it is deleted, so that no process takes it for a checkpoint meanwhile. Another
+[Note: Two writers] A writer locks what it writes with `flock` until it has replaced the target: the
+file itself, or `SHA256SUMS` in a directory, which is created first and filled last. The kernel
+releases the lock when the process ends, for whatever reason. A save, and each start on a folder
+(`delete_leftovers`), deletes the leftovers of other processes whose lock is free. A leftover is
+renamed before it is deleted, so that no process takes it for a checkpoint meanwhile. Another
 process may find a new file unlocked before its writer has locked it; the writer therefore checks
 after locking that the file still exists, and creates another one if it does not. IDs contain the
-host, the boot, the process and a random number, which rank 0 chooses. On some network file systems
-a lock is visible on one machine only, see `_has_shared_locks`: leftovers of other machines there,
-and leftovers without a lock, are deleted when they were not written to for a day. A replaced
-checkpoint may be the only copy; it is deleted only when its target exists.
+host, the boot, the process and a random number. On some network file systems a lock is visible on
+one machine only, see `_has_shared_locks`: leftovers of other machines there, and leftovers without
+a lock, are deleted when they were not written to for a day. A replaced checkpoint may be the only
+copy; it is deleted only when its target exists.
 
 `SHA256SUMS` lists files of its directory in the format that `sha256sum -c SHA256SUMS` reads.
 

@@ -44,9 +44,9 @@ def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
 
 def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     ends: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
     problems = []
     sizes = file_sizes(folder)
     for name, end in ends.items():

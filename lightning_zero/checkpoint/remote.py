@@ -217,9 +217,9 @@ class RemotePath:
         # `rm` would interpret the name as a pattern and delete everything that matches it.
         found = self._system.find(self._key, withdirs=True, detail=True)
         for name, entry in sorted(found.items(), reverse=True):  # a folder after its files
-            is_folder = entry["type"] == "directory"
+            delete = self._system.rmdir if entry["type"] == "directory" else self._system.rm_file
             with contextlib.suppress(FileNotFoundError):  # folders that vanish with the last file
-                (self._system.rmdir if is_folder else self._system.rm_file)(name)
+                delete(name)
 
 
 class _ChunkedWriter(io.RawIOBase):

@@ -82,7 +82,7 @@ def test_any_flat_range_is_read(flat_ranges):
 def test_a_flat_range_reads_its_own_bytes_only(tmp_path):
     save({"big": torch.zeros(1000, 1000)}, tmp_path)
     stored = open_sharded(tmp_path)["state_dict"]["big"]
-    read_flat(stored, 0, 1)  # finds out where the item's data lies
+    read_flat(stored, 0, 1)  # finds the offset of the item's data
     before = _bytes_read()
     assert read_flat(stored, 5000, 6000).numel() == 1000
     assert _bytes_read() - before < 10_000
@@ -223,11 +223,11 @@ def test_one_wrong_bit_of_a_tensor_is_named_with_its_file(tmp_path):
     assert ".metadata cannot be read" in line
 
 
-def test_records_are_looked_for_where_their_directory_says(tmp_path, monkeypatch):
+def test_records_are_found_through_their_directory(tmp_path, monkeypatch):
     save({"x": torch.arange(40_000.0), "y": values((5, 7))}, tmp_path)
     end_of_zip = zipfile._EndRecData64
 
-    def strict(file, offset, record):  # as later versions of Python look for it
+    def strict(file, offset, record):  # like later versions of Python
         file.seek(offset - zipfile.sizeEndCentDir64Locator, 2)
         place = file.tell()
         locator = file.read(zipfile.sizeEndCentDir64Locator)

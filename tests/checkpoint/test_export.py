@@ -1,4 +1,4 @@
-"""Checkpoints written in another format, tensor by tensor."""
+"""Export of checkpoints to other formats, tensor by tensor."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 
 
 def trained():
-    """A module, and a Lightning checkpoint of it after one step of Adam."""
+    """A module and its Lightning checkpoint after one step of Adam."""
     torch.manual_seed(0)
     module = Tied()
     optimizer = torch.optim.AdamW(
@@ -66,15 +66,15 @@ def place(folder, form):
 
 def export(checkpoint, form, path, **options):
     planned = plan_export(checkpoint, form, **options)
-    told = []
-    planned.write(path, told.append)
-    assert sum(told) >= planned.nbytes * 0.9
+    reported = []
+    planned.write(path, reported.append)
+    assert sum(reported) >= planned.nbytes * 0.9
     assert not find_damage(path)
     return open_checkpoint(path)
 
 
 def named(state, names):
-    """An optimizer state by parameter name."""
+    """Converts an optimizer state to parameter names."""
     ids = dict(enumerate(names))
     return {
         "state": {ids[number]: entry for number, entry in state["state"].items()},

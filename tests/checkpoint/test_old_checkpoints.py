@@ -61,7 +61,7 @@ def old(tmp_path_factory):
 
 
 def _train(rank, world_size, folder, kind, num_epochs=2, old_path=None):
-    """Weights and momentum after `num_epochs` epochs in stage 3."""
+    """Trains `num_epochs` epochs in stage 3, and saves after the first and the last one."""
     seed_everything(7, verbose=False)
     module = LinearModule(ranks=2)
     trainer = make_trainer(
@@ -104,7 +104,7 @@ def test_training_resumes_from_an_old_checkpoint(name, old, tmp_path):
     resumed = _values(tmp_path / "resumed" / f"end-{kind}")
     reference = _values(tmp_path / "uninterrupted" / f"end-{kind}")
     assert resumed.keys() == reference.keys()
-    for key, value in reference.items():  # one rank instead of two rounds in another order
+    for key, value in reference.items():  # one rank sums gradients in another order
         torch.testing.assert_close(resumed[key], value, rtol=2e-2, atol=2e-2, msg=key)
 
 

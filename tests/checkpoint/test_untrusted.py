@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has made to do harm: none may do more than raise an error."""
+"""Malicious checkpoints: none may do more than raise an error."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ def _short(text):
 
 
 def _attribute_of(module, name, attribute, value):
-    """A pickle that sets an attribute of what has this name, by slots or by dict."""
+    """A pickle that sets an attribute of a global, through slots or a dict."""
     target = _short(module) + _short(name) + b"\x93"
     return target + b"N}" + _short(attribute) + value + b"s\x86b"
 
@@ -66,17 +66,17 @@ def test_metadata_that_replaces_an_attribute_of_a_class_is_refused(
 
 
 def _fuzz_parsing(rank, world_size, real, seed, count):
-    return fuzz.findings(parse_metadata, fuzz.pickles(real, seed, count))
+    return fuzz.find_violations(parse_metadata, fuzz.pickles(real, seed, count))
 
 
 def _fuzz_pickle(rank, world_size, seed, count):
     draw = random.Random(seed)
     made = [b"\x80\x04" + fuzz.attack(draw) + b"." for _ in range(count)]
-    return fuzz.findings(_OfAllowedClasses.loads, made)
+    return fuzz.find_violations(_OfAllowedClasses.loads, made)
 
 
 class _OfAllowedClasses(pickle.Unpickler):
-    """What is not enough: only classes that belong there, but those themselves."""
+    """An insufficient defence: an unpickler that allows some classes."""
 
     @classmethod
     def loads(cls, data):
@@ -112,7 +112,7 @@ def test_no_sequence_of_many_does_more_than_return_or_raise(sharded, seed):
 
 
 def _edit(folder, change):
-    """Lets `change` edit the metadata of a directory, as torch's own object."""
+    """Applies `change` to the metadata of a directory, as torch's own object."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -240,7 +240,7 @@ def test_tags_and_checksums_cannot_name_files_outside_the_folder(tmp_path):
 
 
 def _deflated(path, name, inflated):
-    """The torch file at `path`, with a record of it compressed, and longer."""
+    """Compresses a record of the torch file at `path`, and makes it longer."""
     with zipfile.ZipFile(path) as archive:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

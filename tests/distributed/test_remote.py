@@ -1,4 +1,4 @@
-"""Checkpoints at addresses that fsspec knows: saved, resumed, inspected, exported."""
+"""Checkpoints on remote storage through fsspec: saved, resumed, inspected, exported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _train_at_an_address(rank, world_size, form):
     _, module = _fit(factory, spec, max_epochs=2, **options)
     path = callback.best_model_path
     assert path.startswith("memory://run/epoch=1")
-    assert len(fsspec.filesystem("memory").ls("/run")) == 2  # the ones before are deleted
+    assert len(fsspec.filesystem("memory").ls("/run")) == 2  # previous ones are deleted
     assert find_damage(path) == []
     assert not os.listdir()
 
@@ -160,7 +160,7 @@ def _fail_to_save(rank, world_size, form, broken, folder):
     assert opened["global_step"] == 3
     if form == "sharded" and rank == 0:
         assert sorted(os.listdir("store/run/last.ckpt"))[:2] == [".metadata", "meta.pt"]
-        assert len(os.listdir("store/run/last.ckpt")) == 3  # what the failed save wrote is gone
+        assert len(os.listdir("store/run/last.ckpt")) == 3  # files of the failed save are deleted
     trainer.strategy.barrier()
 
 
@@ -309,7 +309,7 @@ def _has_saved(*args):
 
 
 def _save_until_request(rank, world_size, form, address, number, last, variables):
-    """Saves weights that are `number`; dies before its request number `last`, from 0 on."""
+    """Saves weights with the value `number`; dies before request `last`, counted from 0."""
     os.environ |= variables
     from aiobotocore.client import AioBaseClient
 
