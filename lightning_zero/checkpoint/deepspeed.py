@@ -258,7 +258,7 @@ def files_with_checksums(path: Path) -> list[CheckpointPath]:
 def _as_lightning(saved: _Saved) -> dict[str, Any]:
     model = saved.models[0]
     opened = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
-    values = dict(_frozen(saved))
+    values = dict(_frozen_parameters(saved))
     if saved.optims:
         values.update(_full_tensors(saved, saved.masters, is_exact=True))
         opened["optimizer_states"] = [_optimizer_state(saved)]
@@ -327,7 +327,7 @@ def _split_group(
             pieces = _flat_range(flat, start, start + numel)
         if sum(piece.numel() for piece in pieces) != numel:
             raise _mismatch(saved, available, start + size)
-        yield name, _joined(pieces, shape)
+        yield name, _concatenated(pieces, shape)
         start += size + padding
     alignment = 1 if by_parameter else 2 * num_ranks
     if is_exact and -(-start // alignment) != -(-available // alignment):
@@ -342,11 +342,11 @@ def _mismatch(saved: _Saved, available: int, needed: int) -> ValueError:
     )
 
 
-def _frozen(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
+def _frozen_parameters(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
     """Yields the frozen parameters; in stage 3 every rank has a part of each."""
     for name, shape in dict(saved.models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in saved.models]
-        yield name, _joined(_flat_range(parts, 0, math.prod(shape)), shape)
+        yield name, _concatenated(_flat_range(parts, 0, math.prod(shape)), shape)
 
 
 def _flat_range(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
@@ -360,7 +360,7 @@ def _flat_range(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     return pieces
 
 
-def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+def _concatenated(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
     """One tensor from flat pieces, which are concatenated when they are read."""
     if len(pieces) == 1:
         return pieces[0].view(torch.Size(shape))

@@ -68,7 +68,7 @@ _AVERAGED = "averaging_state"  # with it, `state_dict` holds the averaged weight
 _CURRENT = "current_model_state"  # the trained weights
 _MASTERS = "lightning_zero_masters"  # float32 masters of a 16-bit module
 # Entries that belong to the trained weights, not to their average.
-_OF_TRAINING = {
+_TRAINED_ONLY = {
     _AVERAGED,
     _CURRENT,
     "callbacks",
@@ -121,10 +121,10 @@ def plan_export(
         )
     weights, notes = _weights(checkpoint, file_format, is_averaged)
     if not is_averaged and dtype is not None:
-        weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
+        weights = _with_masters(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
     if part is not None:
-        weights = _of_part(weights, part)
+        weights = _submodule_weights(weights, part)
     write: Callable[[CheckpointPath, Progress], None]
     if file_format == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
@@ -135,7 +135,7 @@ def plan_export(
         return ExportPlan(write, total_nbytes(kept), tuple(notes))
     content = dict(checkpoint) | {"state_dict": weights}
     if is_averaged:
-        content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
+        content = {key: value for key, value in content.items() if key not in _TRAINED_ONLY}
     if file_format == "ckpt":
         if "optimizer_states" in content:
             content["optimizer_states"] = [_numbered(s) for s in content["optimizer_states"]]
@@ -163,7 +163,7 @@ def _weights(
     return dict(checkpoint[_CURRENT]), [note]
 
 
-def _of_part(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _submodule_weights(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
     inside = {
         name.removeprefix(f"{part}."): value
         for name, value in weights.items()
@@ -177,7 +177,7 @@ def _of_part(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
     return inside
 
 
-def _exact(
+def _with_masters(
     weights: Mapping[str, Any], masters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Replaces weights that are narrower than `dtype` by their masters; tied ones stay tied."""

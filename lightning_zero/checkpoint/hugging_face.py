@@ -148,7 +148,7 @@ def has_weights(path: CheckpointPath) -> bool:
 
 def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Tensor]:
     """Opens a directory of `*.safetensors` or `*.bin` as a state dict."""
-    found = _found(path)
+    found = _find_weights(path)
     if found.name.endswith(".index.json"):
         return _open_indexed(path, found, weights_only)
     return _open_file(found, weights_only)
@@ -156,14 +156,14 @@ def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) ->
 
 def files_with_checksums(path: CheckpointPath) -> list[CheckpointPath]:
     """Files that `open_directory` opens and whose records have checksums."""
-    found = _found(path)
+    found = _find_weights(path)
     names = {found.name}
     if found.name.endswith(".index.json"):
         names = set(_read_index(found)[0].values())
     return [path / name for name in sorted(names) if not name.endswith(".safetensors")]
 
 
-def _found(path: CheckpointPath) -> CheckpointPath:
+def _find_weights(path: CheckpointPath) -> CheckpointPath:
     """The index, or the single file of weights, in a directory."""
     for suffix, single_file in _SINGLE_FILES.items():
         indices: list[CheckpointPath] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
@@ -206,7 +206,7 @@ def _open_remote(path: RemotePath) -> dict[str, Tensor]:
         header = json.loads(path.pread(min(length, size), 8))
         metadata = header.pop("__metadata__", {})
         tensors: dict[str, Tensor] = {
-            name: _stored(path, 8 + length, entry) for name, entry in header.items()
+            name: _lazy_tensor(path, 8 + length, entry) for name, entry in header.items()
         }
         ends = [entry["data_offsets"][1] for entry in header.values()]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -216,7 +216,7 @@ def _open_remote(path: RemotePath) -> dict[str, Tensor]:
     return _with_tied(tensors, metadata)
 
 
-def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
+def _lazy_tensor(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
     dtype = _TORCH_DTYPES[entry["dtype"]]
     first = origin + entry["data_offsets"][0]
     if math.prod(entry["shape"]) * dtype.itemsize != origin + entry["data_offsets"][1] - first:

@@ -89,10 +89,10 @@ def load_weights(
 
 def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
     # The parameters that are built shard by shard may differ between ranks.
-    held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
-    held = [p for p in held if not is_dropped(p)]
-    if held:
-        comm = bucket_of(placement_of(held[0])).comm
+    sharded = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
+    sharded = [p for p in sharded if not is_dropped(p)]
+    if sharded:
+        comm = bucket_of(placement_of(sharded[0])).comm
         raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
@@ -136,9 +136,9 @@ def load_module(
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     custom = _with_custom_loading(module)
-    held = [tensor for tensor in custom if isinstance(tensor, nn.Parameter)]
+    custom_params = [tensor for tensor in custom if isinstance(tensor, nn.Parameter)]
     recorder = _CopyRecorder({*names, *buffers} - custom.keys() | set(on_meta))
-    with gathered(held, writeback=True), recorder, warnings.catch_warnings():
+    with gathered(custom_params, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
         entries = _with_ties(module, with_compiled_names(module, state_dict))
         result = _load(module, entries, strict=strict)

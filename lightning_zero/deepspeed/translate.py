@@ -272,7 +272,9 @@ def _zero_config(file: Section, dtype: torch.dtype | None, param_itemsize: int) 
         if file.has("allgather_size"):
             file.ignore("allgather_size", "zero_optimization.allgather_bucket_size decides")
         zero = file.section("zero_optimization")
-    if zero.values.get("stage") == "auto" or (number := zero.integer("stage") or 0) not in STAGES:
+    is_open = zero.values.get("stage") == "auto"
+    number = 0 if is_open else zero.integer("stage") or 0
+    if is_open or number not in STAGES:
         raise zero.error("stage", "0, 1, 2 or 3")
     zero.note_ignored_keys()
     stage = STAGES[number]
