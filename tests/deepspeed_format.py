@@ -1,7 +1,7 @@
-"""Writes checkpoints as DeepSpeed does, from whole tensors, without DeepSpeed.
+"""Writes checkpoints in DeepSpeed's layout from full tensors, without DeepSpeed.
 
-The layouts are those of DeepSpeed 0.19, held against checkpoints that it wrote itself by
-`tests/test_deepspeed_checkpoint.py`.
+The layouts are those of DeepSpeed 0.19; `tests/test_deepspeed_checkpoint.py` compares them with
+checkpoints that DeepSpeed wrote itself.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ MODEL = "mp_rank_00_model_states.pt"
 
 
 def write_deepspeed(folder, module, optimizer, *, stage, world_size, client_state=None, bf16=False):
-    """One checkpoint of `module` and its stepped AdamW, and nothing of DeepSpeed left behind.
+    """Writes a checkpoint of `module` and its AdamW; leaves no module of DeepSpeed imported.
 
     Args:
         folder: The checkpoint directory.
-        module: Whole, with the state that it has.
-        optimizer: One over the trainable parameters of `module`.
+        module: Full module, trained.
+        optimizer: AdamW over the trainable parameters of `module`.
         stage: 1, 2 or 3.
         world_size: Number of ranks that the files are written for.
-        client_state: What the user gives to `save_checkpoint`.
-        bf16: As with `"bf16": {"enabled": true}`.
+        client_state: Argument of `save_checkpoint`.
+        bf16: Whether the configuration has `"bf16": {"enabled": true}`.
     """
     tag = Path(folder) / "step7"
     tag.mkdir(parents=True)
@@ -38,11 +38,11 @@ def write_deepspeed(folder, module, optimizer, *, stage, world_size, client_stat
     name_of = {p: name for name, p in module.named_parameters()}
     groups = [group["params"] for group in optimizer.param_groups]
     shapes = [{name_of[p]: p.shape for p in group} for group in groups]
-    cut = _shard_parameters if stage == 3 else _shard_groups
+    shard = _shard_parameters if stage == 3 else _shard_groups
     values = {p: p.detach().float() for p in module.parameters()}
-    masters = cut(groups, values, world_size)
+    masters = shard(groups, values, world_size)
     moments = {
-        key: cut(groups, {p: s[key] for p, s in optimizer.state.items()}, world_size)
+        key: shard(groups, {p: s[key] for p, s in optimizer.state.items()}, world_size)
         for key in ("exp_avg", "exp_avg_sq")
     }
     frozen = {name_of[p]: p.detach() for p in module.parameters() if not p.requires_grad}
@@ -95,7 +95,7 @@ def write_deepspeed(folder, module, optimizer, *, stage, world_size, client_stat
 
 
 def _shard_groups(groups, values, world_size):
-    """By rank and group: all of a group one after another, padded to 2N, cut into N parts."""
+    """By rank and group: the concatenated parameters, padded to 2N, split into N parts."""
     flats = []
     for group in groups:
         flat = torch.cat([values[p].reshape(-1) for p in group])
@@ -113,7 +113,7 @@ def _without_padding(masters, groups):
 
 
 def _shard_parameters(groups, values, world_size):
-    """By rank and group: of every parameter, padded to N, one of N parts."""
+    """By rank and group: 1/N of every parameter, padded to a multiple of N."""
     return [
         [torch.cat([_part(values[p], rank, world_size) for p in group]) for group in groups]
         for rank in range(world_size)
@@ -135,7 +135,7 @@ def _shared(module):
 
 
 class _DeepSpeed:
-    """DeepSpeed's classes by name, for as long as something is pickled."""
+    """Provides DeepSpeed's classes by name, while objects are pickled."""
 
     def __enter__(self):
         class LossScaler:
@@ -194,7 +194,7 @@ class TrainedModule(nn.Module):
         ]
 
     def loss(self, step, rank):
-        """Of four tokens of this rank."""
+        """Loss of four tokens of this rank."""
         generator = torch.Generator().manual_seed(10 * step + rank)
         x = torch.randint(0, 11, (4,), generator=generator)
         return F.cross_entropy(self(x).float(), x.flip(0))

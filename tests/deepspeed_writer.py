@@ -1,6 +1,6 @@
 """Trains under DeepSpeed on this rank and saves its checkpoint: python -m ... SETTINGS FOLDER.
 
-Beside it, `whole.pt` has what DeepSpeed itself makes whole of its checkpoint.
+`full.pt` in the same folder has the full weights, extracted by DeepSpeed itself.
 """
 
 import ast
@@ -33,12 +33,12 @@ def main(settings, folder):
         engine.step()
     engine.save_checkpoint(folder, tag="step7", client_state={"epoch": 4})
     if rank == 0 and settings["zero_optimization"]["stage"]:
-        whole = get_fp32_state_dict_from_zero_checkpoint(folder)
-        torch.save({k: v.clone() for k, v in whole.items()}, Path(folder) / "whole.pt")
+        full = get_fp32_state_dict_from_zero_checkpoint(folder)
+        torch.save({k: v.clone() for k, v in full.items()}, Path(folder) / "full.pt")
 
 
 class _Loss:
-    """The module's loss, through the engine, which gathers what stage 3 needs."""
+    """The module's loss, computed through DeepSpeed's engine, which all-gathers in stage 3."""
 
     def __init__(self, engine):
         self.engine = engine

@@ -1,11 +1,11 @@
-"""Records what processes do to the files of a folder, and makes what a crash may leave of it.
+"""Records file operations of processes in a folder, and simulates crashes between them.
 
-    Recording    in each process: opened, renamed, synced, deleted; by Python's audit events
-    Disk         the names and data of the folder, those that are on the disk and those that are not
-    crashes      what a kill or a power loss after each operation may leave, as trees to be written
+    Recording    records operations in each process by Python's audit events
+    _Disk        names and data of the folder, synced to the disk or not
+    crashes      trees that a kill or a power failure after each operation may leave
 
-A loss of power is harsher here than any file system: of what was not synced any part may be there, in
-any order, except that one operation on names is either complete or absent.
+A simulated power failure is worse than that of any file system: any part of the data that was not
+synced may be on the disk, in any order; only one operation on names is atomic.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Tree = dict[str, Any]  # bytes of a file, a tree of a directory, by name
 
 
 class Recording:
-    """What this process does below `root`, from now until its end."""
+    """File operations of this process below `root`, from now until its end."""
 
     def __init__(self, root: Path) -> None:
         self._root = os.path.realpath(root)
         self._operations: list[Operation] = []
         self._lock = threading.Lock()
-        sys.addaudithook(self._on_event)  # which cannot be taken away again
+        sys.addaudithook(self._on_event)  # it cannot be removed again
         fsync, fdatasync, exchange = os.fsync, os.fdatasync, atomic._exchange
         os.fsync = lambda file: self._synced(file, fsync(file))
         os.fdatasync = lambda file: self._synced(file, fdatasync(file))
@@ -50,7 +50,7 @@ class Recording:
         atomic._exchange = exchanged
 
     def save(self, path: Path) -> None:
-        """Writes what was recorded, for `operations_in`."""
+        """Writes the recorded operations, for `operations_in`."""
         with self._lock:
             path.write_bytes(pickle.dumps(self._operations))
 
@@ -63,12 +63,12 @@ class Recording:
         if isinstance(path, int):
             return None
         base = os.getcwd() if folder in (-1, None) else os.readlink(f"/proc/self/fd/{folder}")
-        full_path = os.path.normpath(os.path.join(base, os.fsdecode(path)))
-        full_path = os.path.join(
-            os.path.realpath(os.path.dirname(full_path)), os.path.basename(full_path)
+        absolute = os.path.normpath(os.path.join(base, os.fsdecode(path)))
+        absolute = os.path.join(
+            os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute)
         )
-        inside = full_path == self._root or full_path.startswith(f"{self._root}/")
-        return os.path.relpath(full_path, self._root) if inside else None
+        inside = absolute == self._root or absolute.startswith(f"{self._root}/")
+        return os.path.relpath(absolute, self._root) if inside else None
 
     def _on_event(self, event: str, args: tuple[Any, ...]) -> None:
         if event == "os.mkdir" and self._below(args[0], args[2]) == ".":
@@ -94,7 +94,7 @@ class Recording:
 
 
 def operations_in(logs: list[Path]) -> list[Operation]:
-    """Those of all processes in their order; each file is once half written before it is synced."""
+    """Operations of all processes in order; before each sync of a file, half of it is written."""
     ordered = sorted(one for log in logs for one in pickle.loads(log.read_bytes()))
     operations: list[Operation] = []
     for _, verb, *rest in ordered:
@@ -120,7 +120,7 @@ class _Directory:
     synced: dict[str, _Inode | _Directory] = field(default_factory=dict)
 
 
-_Change = list[tuple[_Directory, str, Any]]  # names that one operation sets, or takes (None)
+_Change = list[tuple[_Directory, str, Any]]  # names that one operation sets or removes (None)
 
 
 class _Disk:
@@ -129,7 +129,7 @@ class _Disk:
         self.pending: list[_Change] = []
 
     def apply(self, verb: str, path: str, *rest: Any) -> None:
-        """Carries out an operation; one that must fail, as the original did, changes nothing."""
+        """Applies an operation; one that failed originally changes nothing."""
         if verb == "sync names":
             self._sync(self._at(path))
             return
@@ -176,7 +176,7 @@ class _Disk:
         self.pending.append(list(change))
 
     def _sync(self, directory: _Directory) -> None:
-        """With every operation that the directory has a part in."""
+        """Syncs the directory, with all operations on its names."""
         for change in self.pending:
             if any(folder is directory for folder, _, _ in change):
                 _set(change, "synced")
@@ -185,8 +185,8 @@ class _Disk:
     def after_kill(self) -> Tree:
         return _tree(self.root, "names", lambda file: file.data)
 
-    def after_power_loss(self, generator: random.Random | None) -> Tree:
-        """Without what was not synced; with a generator, some of it is there."""
+    def after_power_failure(self, generator: random.Random | None) -> Tree:
+        """Content without unsynced data; with a generator, a random part of that is on the disk."""
         if generator is None:
             return _tree(self.root, "synced", lambda file: file.synced)
 
@@ -245,28 +245,30 @@ def _directories(directory: _Directory) -> Iterator[_Directory]:
 def crashes(
     before: Tree, operations: list[Operation], num_random: int
 ) -> Iterator[tuple[str, Tree]]:
-    """What each crash may leave, each tree once, with words for it; last that after the end.
+    """Yields the trees that crashes may leave, without duplicates, with descriptions.
+
+    The last one is a power failure after the last operation.
 
     Args:
-        before: Tree of the folder, all of it on the disk.
-        operations: Those of `operations_in`.
-        num_random: Power losses after each operation of which some of what was not synced is there.
+        before: Content of the folder before, all of it synced.
+        operations: Result of `operations_in`.
+        num_random: Power failures per operation that keep a random part of the unsynced data.
     """
     disk = _Disk(before)
     seen: set[bytes] = set()
     for number, operation in enumerate(operations):
         disk.apply(*operation)
         words = f"after operation {number + 1} of {len(operations)}, {operation[:2]}"
-        left = [("killed", disk.after_kill()), ("power loss", disk.after_power_loss(None))]
+        left = [("killed", disk.after_kill()), ("power failure", disk.after_power_failure(None))]
         for seed in range(num_random):
             generator = random.Random(number * 1000 + seed)
-            left.append((f"power loss {seed}", disk.after_power_loss(generator)))
+            left.append((f"power failure {seed}", disk.after_power_failure(generator)))
         for kind, tree in left:
             key = pickle.dumps(_sorted(tree))
             if key not in seen:
                 seen.add(key)
                 yield f"{kind} {words}", tree
-    yield "power loss at the end", disk.after_power_loss(None)
+    yield "power failure at the end", disk.after_power_failure(None)
 
 
 def _sorted(tree: Tree) -> list[Any]:
@@ -274,7 +276,7 @@ def _sorted(tree: Tree) -> list[Any]:
 
 
 def write_tree(tree: Tree, folder: Path) -> None:
-    """Makes `folder` and what is in it."""
+    """Creates `folder` with the content `tree`."""
     folder.mkdir()
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -284,7 +286,7 @@ def write_tree(tree: Tree, folder: Path) -> None:
 
 
 def read_tree(folder: Path) -> Tree:
-    """As `write_tree` writes it; an empty one where nothing is."""
+    """Inverse of `write_tree`; an empty tree if the folder does not exist."""
     if not folder.exists():
         return {}
     return {

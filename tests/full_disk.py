@@ -1,4 +1,4 @@
-"""A small file system that is soon full."""
+"""A small file system for tests of full disks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["mounted_tmpfs"]
 
 
 def mounted_tmpfs(folder: Path, nbytes: int) -> Iterator[Path]:
-    """A tmpfs of `nbytes` at `folder`, for a fixture to yield from; skips where that is refused."""
+    """Mounts a tmpfs of `nbytes` at `folder`, for a fixture; skips the test if that is refused."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(folder)]
     try:

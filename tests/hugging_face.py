@@ -60,7 +60,7 @@ def gpt2() -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """An encoder with a masked language model's head, tied."""
+    """Encoder with the tied head of a masked language model."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
@@ -77,7 +77,7 @@ def bert() -> nn.Module:
 
 
 def vit() -> nn.Module:
-    """An encoder of image patches, with a class token."""
+    """Encoder of image patches, with a class token."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -113,7 +113,7 @@ def lora_llama() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    """A sparse mixture of experts: each token goes to one of eight."""
+    """A sparse mixture of experts: each token uses one of eight."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -132,7 +132,7 @@ def mixtral() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder; a bias made by the first block's parameters goes to all blocks."""
+    """Encoder and decoder; the first block computes a bias for all blocks."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
@@ -196,7 +196,7 @@ MORE_MODELS: dict[str, Callable[[], nn.Module]] = {
     "albert": albert,
     "reentrant llama": reentrant_llama,
     "prefix of llama": prefix_llama,
-    "llama in two parts": llama,  # keys and values of the first reach the second in a cache
+    "llama in two parts": llama,  # the first part passes keys and values to the second in a cache
     "llama with hidden states": llama,
 }
 

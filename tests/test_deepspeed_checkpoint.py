@@ -1,5 +1,5 @@
-"""DeepSpeed's checkpoint directories, which our tests write in the same layout and, where it is
-installed (pip install deepspeed; it runs on CPUs), DeepSpeed itself."""
+"""DeepSpeed's checkpoint directories, in the layout of `tests/deepspeed_format.py` and, if it is
+installed (pip install deepspeed; it runs on CPUs), written by DeepSpeed itself."""
 
 import importlib.util
 import os
@@ -33,7 +33,7 @@ def trained(num_steps=3):
 
 
 def assert_holds(opened, module, optimizer, **tolerance):
-    """The opened checkpoint has what the module and the optimizer have."""
+    """Asserts that the opened checkpoint has the values of the module and the optimizer."""
     state = module.state_dict()
     assert list(opened["state_dict"]) == list(state)
     for name, value in state.items():
@@ -172,7 +172,7 @@ def test_deepspeeds_own_checkpoints_hold_what_one_process_computes(tmp_path, nam
         timeout=200,
     )
     module, optimizer = trained()
-    # bfloat16 rounds gradients, not masters: Adam's steps of 1e-2 stay near, not equal.
+    # bfloat16 rounds gradients, not masters: Adam's steps of 1e-2 differ slightly.
     tolerance = {"rtol": 0.1, "atol": 2e-2} if "bf16" in name else {"rtol": 1e-4, "atol": 1e-6}
     opened = open_checkpoint(tmp_path)
     if name == "stage 0":
@@ -182,6 +182,6 @@ def test_deepspeeds_own_checkpoints_hold_what_one_process_computes(tmp_path, nam
     assert_holds(opened, module, optimizer, **tolerance)
     trained_names = set(opened["optimizer_states"][0]["state"])
     assert all(opened["state_dict"][key].dtype == torch.float32 for key in trained_names)
-    reference = torch.load(tmp_path / "whole.pt", weights_only=True)
+    reference = torch.load(tmp_path / "full.pt", weights_only=True)
     for key in trained_names:
         assert torch.equal(opened["state_dict"][key] + 0, reference[key]), key

@@ -1,4 +1,4 @@
-"""Which form a checkpoint has."""
+"""When `checkpoint="auto"` is sharded."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ SIZES = {"below": (2**31 - 1, False), "at": (2**31, True)}
 
 
 def module_of(numel):
-    """Half of it twice over, as an embedding that is tied to the head: it counts once."""
+    """Half of the parameters are tied, as embedding and head; they count once."""
     module = nn.Module()
     module.first = nn.Parameter(torch.empty(numel - 2**30, device="meta"))
     module.second = module.tied = nn.Parameter(torch.empty(2**20, 2**10, device="meta"))

@@ -1,4 +1,4 @@
-"""Opening checkpoints of every format that is one file, or a directory of weights."""
+"""Opening checkpoints: single files of every format, and directories of weights."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ STATE = OrderedDict(weight=torch.arange(6.0).view(2, 3), bias=torch.ones(2, dtyp
 
 
 def anonymous_bytes():
-    """Memory of this process that no file backs."""
+    """Anonymous memory of this process, in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"Anonymous:\s+(\d+)", text).group(1)) * 1024
 
@@ -102,21 +102,23 @@ def test_an_index_that_names_what_is_not_there_is_an_error(tmp_path):
         open_checkpoint(index.parent)
     (tmp_path / "away").rename(index.parent / "model-00002-of-00002.safetensors")
     index.write_text(text.replace('"bias"', '"scale"'))
-    with pytest.raises(ValueError, match="do not hold: scale"):
+    with pytest.raises(ValueError, match="are not in their files: scale"):
         open_checkpoint(index.parent)
     index.write_text("[]")
-    with pytest.raises(ValueError, match="is no index of weights"):
+    with pytest.raises(ValueError, match="is not an index of weights"):
         open_checkpoint(index.parent)
 
 
 def test_several_files_without_an_index_are_an_error_that_names_them(tmp_path):
     for name in ("a.safetensors", "b.safetensors"):
         save_file(dict(STATE), tmp_path / name)
-    with pytest.raises(ValueError, match=r"holds a.safetensors, b.safetensors, and nothing says"):
+    with pytest.raises(
+        ValueError, match=r"holds a.safetensors, b.safetensors, and it is not clear"
+    ):
         open_checkpoint(tmp_path)
 
 
-def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path):
+def test_other_files_are_an_error_that_describes_them(tmp_path):
     with pytest.raises(FileNotFoundError, match="Checkpoint file not found"):
         open_checkpoint(tmp_path / "nothing")
     (tmp_path / "note.txt").write_text("hello, world")
@@ -128,10 +130,10 @@ def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path):
     with pytest.raises(ValueError, match="is empty: its save was interrupted"):
         open_checkpoint(tmp_path / "empty.ckpt")
     torch.save({"model": STATE, "step": 3}, tmp_path / "foreign.pt")
-    with pytest.raises(ValueError, match=r"holds a dict with 'model', 'step', which is neither"):
+    with pytest.raises(ValueError, match=r"contains a dict with 'model', 'step', which is neither"):
         open_checkpoint(tmp_path / "foreign.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match=r"holds a builtins.list, expected a dict"):
+    with pytest.raises(ValueError, match=r"contains a builtins.list, expected a dict"):
         open_checkpoint(tmp_path / "list.pt")
 
 
@@ -144,8 +146,8 @@ def test_a_truncated_file_is_an_error(tmp_path, suffix, part):
         save_file(big, path)
     else:
         torch.save({"state_dict": big}, path, _use_new_zipfile_serialization=suffix == ".ckpt")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: int(part * len(whole))])
+    data = path.read_bytes()
+    path.write_bytes(data[: int(part * len(data))])
     with pytest.raises(ValueError, match=rf"{path.name} \(\d+ bytes\) is truncated"):
         open_checkpoint(path)
 
@@ -160,4 +162,4 @@ def test_reading_maps_the_file_and_takes_no_memory(tmp_path, suffix):
     before = anonymous_bytes()
     opened = open_checkpoint(path)
     assert float(opened["state_dict"]["w"].sum()) == pytest.approx(expected, rel=1e-3)
-    assert anonymous_bytes() - before < 8 * 2**20  # of 64 MiB
+    assert anonymous_bytes() - before < 8 * 2**20  # the file has 64 MiB

@@ -1,23 +1,24 @@
-"""State dicts of whole tensors from shards, and back; files of many formats.
+"""Save state dicts of full tensors from shards, and load them; read checkpoints of many formats.
 
-Imports the engine and all below it.
+Imports the engine and all packages below it.
 
-    states        whole tensors, or each rank its own elements for torch's format (DCP)
-    checkpoint_shard  the hooks by which DCP saves and loads flat shards of n-D tensors
-    dcp_writer    files of that format, written all or nothing
-    dcp_reader    opens directories of that format, whole or in part
-    dcp_metadata  their file `.metadata`, of which nothing is run
-    dcp_chunks    whether every element is stored, and stored once
-    save_record   which save each of their files belongs to
-    modules       modules among the hyperparameters of a checkpoint
-    torch_file    one file of `torch.save`, tensor after tensor
-    load          into modules, masters and optimizer states, whatever wrote them
-    source        opens any form, finds what is damaged, and says what is there
-    deepspeed, hugging_face  the forms of others
-    newest        the checkpoint of a folder from which training goes on
-    atomic        files and directories that are there whole or not at all
-    remote        the same at addresses such as s3://bucket/run/last.ckpt
-    export        one form into another, for the command line
+    states            full tensors on rank 0, or this rank's elements in torch's DCP format
+    checkpoint_shard  hooks through which DCP saves flat shards of n-D tensors
+    dcp_writer        writes DCP directories atomically
+    dcp_reader        opens DCP directories and reads any part of them
+    dcp_metadata      parses their file `.metadata` without unpickling it
+    dcp_chunks        checks that every element is stored exactly once
+    save_record       identifies the save that each file belongs to
+    modules           modules among the hyperparameters of a checkpoint
+    torch_file        reads and writes files of `torch.save`, tensor by tensor
+    load              loads any checkpoint into modules, masters and optimizer states
+    source            opens a checkpoint of any format, verifies and summarizes it
+    deepspeed         DeepSpeed's format
+    hugging_face      Hugging Face's format
+    newest            finds the newest checkpoint in a folder
+    atomic            replaces files and directories atomically
+    remote            does so at addresses such as s3://bucket/run/last.ckpt
+    export            converts one format into another, for the command line
 
 Begin with `states`.
 """

@@ -1,29 +1,28 @@
-"""Files and directories that are there complete or not at all.
+"""Atomic replacement of files and directories: a reader finds the old or the new one, complete.
 
-[Note: Complete or not there] What is written has a name of its own beside its target,
-`.NAME.incomplete-ID`. Its files and its folder are synced, and it takes the name `NAME` in one
-step: a file by a rename, a directory by exchanging the two names (`renameat2`), so that a reader
-finds a complete checkpoint at every moment. Where the system cannot exchange names, the old one
-steps aside first, as `.NAME.replaced-ID`, and comes back in `recover` should the process stop
-between the two renames. The folder is synced before anything that was replaced is deleted. So
-`NAME` is the old or the new checkpoint, never a part of one and never of both.
+[Note: Atomic replacement] A checkpoint is written under a temporary name in the folder of its
+target, `.NAME.incomplete-ID`. Its files and its folder are synced. Then it takes the name `NAME` in
+one step: a file by a rename, a directory by exchanging the two names (`renameat2`). A reader
+therefore finds a complete checkpoint at every moment. Where the system cannot exchange names, the
+old checkpoint is first renamed to `.NAME.replaced-ID`; if the process stops between the two
+renames, `recover` renames it back. The folder is synced before a replaced checkpoint is deleted.
+`NAME` is always the old or the new checkpoint, never a part of one and never a mix of both.
 
-[Note: Two writers] The writer holds `flock` on what it writes, until that has taken its place: on
-the file itself, or on `SHA256SUMS` in a directory, which is made first and filled last. The kernel
-releases it when the process ends, however it ends. So a save, and each start on a folder
-(`delete_leftovers`),
-deletes the left-overs of others whose lock is free, at once; what is deleted is renamed first, to
-a name of the deleting process, so that it cannot be taken for a checkpoint meanwhile. Between
-making and locking a file another process may find it free: the writer looks again after locking,
-and begins anew if it was deleted. IDs have host, boot, process and a random number, which rank 0
-chooses. A lock may be seen by one machine only, as on some network file systems, see
-`_has_shared_locks`: what another machine left there, and what has no lock, is deleted when nothing
-was written to it for a day. What was set aside may be the only copy of a checkpoint and goes only
-when another is in its place.
+[Note: Two writers] A writer locks what it writes with `flock` until it has replaced the target: the
+file itself, or `SHA256SUMS` in a directory, which is created first and filled last. The kernel
+releases the lock when the process ends, for whatever reason. A save, and each start on a folder
+(`delete_leftovers`), deletes the leftovers of other processes whose lock is free. A leftover is
+renamed before it is deleted, so that no process takes it for a checkpoint meanwhile. Another
+process may find a new file unlocked before its writer has locked it; the writer therefore checks
+after locking that the file still exists, and creates another one if it does not. IDs contain the
+host, the boot, the process and a random number. On some network file systems a lock is visible on
+one machine only, see `_has_shared_locks`: leftovers of other machines there, and leftovers without
+a lock, are deleted when they were not written to for a day. A replaced checkpoint may be the only
+copy; it is deleted only when its target exists.
 
-`SHA256SUMS` in a directory lists files of it; `sha256sum -c SHA256SUMS` reads it.
+`SHA256SUMS` lists files of its directory in the format that `sha256sum -c SHA256SUMS` reads.
 
-For addresses of remote storage see [Note: Whole or not there, remotely].
+For remote storage see [Note: Atomic replacement on remote storage].
 """
 
 from __future__ import annotations
@@ -49,33 +48,33 @@ from lightning_zero.tiers.disk import machine, mount_of
 __all__ = [
     "CHECKSUMS",
     "DISK_FULL_ERRNOS",
-    "StagedDirectory",
     "CheckpointPath",
-    "temporary_path",
+    "StagedDirectory",
+    "atomic_write",
+    "delete_leftovers",
     "discard",
     "explain_os_errors",
+    "file_identity",
     "file_sizes",
     "find_damage",
     "full_disk_error",
-    "file_identity",
     "local_path",
     "locate",
     "make_folder",
     "name_path_in_errors",
-    "replace_atomically",
+    "read_consistently",
     "recover",
     "recover_all",
     "remove",
+    "replace_atomically",
     "replaced_while_read_error",
-    "atomic_write",
-    "delete_leftovers",
-    "read_consistently",
+    "temporary_path",
     "write_checksums",
 ]
 
 CHECKSUMS = "SHA256SUMS"
 _LOCAL = re.compile(r"(?:file|local):(?://)?")
-_MAX_NAME_BYTES = 200  # of the 255 that file systems allow; kind and ID take 55
+_MAX_NAME_BYTES = 200  # file systems allow 255; kind and ID take 55
 _HOST_CHARACTERS = 16
 _WORD = "[A-Za-z0-9_-]"
 # The first form is that of earlier versions.
@@ -83,14 +82,14 @@ _ID = rf"(?:[0-9a-f]{{8}}|(?P<host>{_WORD}+)\.(?P<boot>{_WORD}+)\.[0-9]+\.[0-9a-
 _LEFTOVER = re.compile(rf"\.(?P<name>.+)\.(?P<kind>incomplete|replaced|removed)-{_ID}", re.DOTALL)
 _ABANDONED_S = 24 * 3600.0
 _NUM_TRIES = 100
-_BLOCK_BYTES = 1 << 20  # read or written at once; little, for checking must not show in memory
+_BLOCK_BYTES = 1 << 20  # read or written at once; small, so that verifying takes little memory
 _GIB = 1024**3
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED_ERRNOS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _TARGET_EXISTS_ERRNOS = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-# Where a lock that is free is free on every machine: of one machine alone, or kept by a server.
+# A free lock is free on every machine: the disk belongs to one machine, or a server keeps locks.
 _LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 _SHARED_LOCK_FILE_SYSTEMS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -101,16 +100,16 @@ CheckpointPath = Path | RemotePath
 
 
 def locate(path: str | os.PathLike[str]) -> CheckpointPath:
-    """Where a checkpoint is: `local_path`, or remote storage as it is at this moment."""
+    """Resolves the path of a checkpoint: `local_path`, or remote storage with a fresh listing."""
     if not is_remote(path):
         return local_path(path)
-    place = RemotePath(os.fspath(path))
-    place.refresh()
-    return place
+    remote = RemotePath(os.fspath(path))
+    remote.refresh()
+    return remote
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path on a local or mounted file system of what may begin with `~` or `file://`.
+    """Absolute path on a local or mounted file system; `path` may begin with `~` or `file://`.
 
     Raises:
         ValueError: A URL of another file system.
@@ -123,11 +122,11 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(text).expanduser().absolute()
 
 
-# ------------------------------------------------------------------------------------- names beside
+# --------------------------------------------------------------------------------- temporary names
 
 
 def temporary_path(target: Path, kind: str) -> Path:
-    """A name in the same folder that nothing else has; see [Note: Two writers]."""
+    """A unique name in the folder of `target`; see [Note: Two writers]."""
     host, boot = machine()
     unique = f"{host[:_HOST_CHARACTERS]}.{boot}.{os.getpid()}.{secrets.token_hex(4)}"
     return target.parent / f".{_shortened(target)}.{kind}-{unique}"
@@ -138,7 +137,7 @@ def _shortened(target: Path) -> str:
 
 
 def _find_replaced(target: Path) -> list[Path]:
-    """Where a predecessor of `target` is, that was set aside."""
+    """Predecessors of `target` that were renamed and not yet deleted."""
     wanted = "replaced", _shortened(target)
     matches = _leftovers(target.parent)
     return [target.parent / m.string for m in matches if (m["kind"], m["name"]) == wanted]
@@ -151,33 +150,34 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-# --------------------------------------------------------------------------------------- left-overs
+# ---------------------------------------------------------------------------------------- leftovers
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Puts back what was set aside in `folder`, and deletes what dead jobs have left.
+    """Restores replaced checkpoints in `folder` and deletes the leftovers of dead jobs.
 
-    See [Note: Two writers]. What cannot be read, renamed or deleted stays.
+    See [Note: Two writers]. Entries that cannot be read, renamed or deleted stay.
     """
     found = _leftovers(folder)
     if not found:
         return
     with contextlib.suppress(OSError):
         recover_all(folder)
-        sees_all = _has_shared_locks(folder)
+        has_shared_locks = _has_shared_locks(folder)
         for match in found:
             path = folder / match.string
             if match["kind"] == "incomplete":
-                _delete_abandoned(path, is_trusted=sees_all or _is_from_this_machine(match))
+                is_trusted = has_shared_locks or _is_from_this_machine(match)
+                _delete_abandoned(path, is_trusted=is_trusted)
             elif match["kind"] == "removed" or os.path.lexists(folder / match["name"]):
-                with contextlib.suppress(OSError):  # its own process may be deleting it
+                with contextlib.suppress(OSError):  # another process may be deleting it
                     _rename_and_delete(path)
 
 
 def recover_all(folder: Path) -> None:
-    """Puts back what was set aside in `folder`, where nothing newer has its name.
+    """Restores replaced checkpoints in `folder` whose name is free.
 
-    What cannot be read or renamed stays.
+    Entries that cannot be read or renamed stay.
     """
     for match in _leftovers(folder):
         if match["kind"] == "replaced" and _is_full_name(match):
@@ -201,7 +201,7 @@ def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
         is_directory = path.is_dir() and not path.is_symlink()
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         lock = None
-        with contextlib.suppress(OSError):  # no lock: one that was never made, or another user's
+        with contextlib.suppress(OSError):  # no lock file yet, or one of another user
             lock = os.open(path / CHECKSUMS if is_directory else path, flags)
         try:
             is_free = None if lock is None else _try_lock(lock)
@@ -213,7 +213,7 @@ def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
 
 
 def _try_lock(descriptor: int) -> bool | None:
-    """Whether the lock is this process's now; None where the file system has no locks."""
+    """Whether this process has acquired the lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -235,7 +235,7 @@ def _is_from_this_machine(match: re.Match[str]) -> bool:
 
 
 def _has_shared_locks(folder: Path) -> bool:
-    """Whether a lock of any machine is seen from here, according to the options of the mount."""
+    """Whether locks of all machines are visible here, according to the mount's options."""
     kind, options = mount_of(folder)
     if kind == "lustre":
         return "flock" in options
@@ -244,20 +244,20 @@ def _has_shared_locks(folder: Path) -> bool:
 
 
 def _rename_and_delete(path: Path) -> None:
-    """Deletes `path` under another name, which no process takes for what it was."""
+    """Renames `path` and deletes it, so that no process uses it while it is being deleted."""
     match = _LEFTOVER.fullmatch(path.name)
     assert match is not None
-    _sync_folder(path.parent)  # what has taken its place does so on the disk, too
-    grave = temporary_path(path.with_name(match["name"]), "removed")
-    os.rename(path, grave)
-    _delete(grave)
+    _sync_folder(path.parent)  # its successor must be on the disk first
+    removed = temporary_path(path.with_name(match["name"]), "removed")
+    os.rename(path, removed)
+    _delete(removed)
 
 
-# ------------------------------------------------------------------------------- taking the place
+# -------------------------------------------------------------------------------------- replacement
 
 
 class StagedDirectory:
-    """An empty directory beside `target`, to be written and then put in its place.
+    """A temporary directory that is written, and then replaces `target` atomically.
 
     Attributes:
         folder: The directory, until `publish` or `discard`.
@@ -265,10 +265,10 @@ class StagedDirectory:
 
     folder: Path
     _target: Path
-    _lock: int | None  # file descriptor of `SHA256SUMS` in it; None when that is over
+    _lock: int | None  # file descriptor of its `SHA256SUMS`; None after `publish` or `discard`
 
     def __init__(self, target: Path) -> None:
-        """Makes it, and `target`'s folder; deletes what dead jobs have left there."""
+        """Creates it and the folder of `target`; deletes the leftovers of dead jobs there."""
         make_folder(target.parent)
         recover(target)
         delete_leftovers(target.parent)
@@ -276,7 +276,7 @@ class StagedDirectory:
         for _ in range(_NUM_TRIES):
             self.folder = temporary_path(target, "incomplete")
             self.folder.mkdir()
-            with contextlib.suppress(FileNotFoundError):  # deleted already: begin anew
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it: try again
                 path = self.folder / CHECKSUMS
                 lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 if _lock_new_file(lock, path):
@@ -286,39 +286,39 @@ class StagedDirectory:
         raise _contention_error(target)
 
     def publish(self) -> None:
-        """Puts it in place of what is at the target, and deletes that."""
+        """Replaces the target with it, and deletes the old target."""
         superseded = _rename_over(self.folder, self._target)
         self._release()
         _delete_superseded(superseded, self._target.parent)
 
     def discard(self) -> None:
-        """Deletes it, unless it has taken its place; what cannot be deleted stays."""
+        """Deletes it unless it was published; files that cannot be deleted stay."""
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._release()
 
     def _release(self) -> None:
         assert self._lock is not None
-        with contextlib.suppress(OSError):  # where there are no locks
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also that of forked processes
+        with contextlib.suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # forked processes hold it, too
         os.close(self._lock)
         self._lock = None
 
 
 def _lock_new_file(lock: int, path: Path) -> bool:
-    """Locks a new file; False if another process has found it free before, and deletes it."""
+    """Locks a new file; False if another process found it unlocked and deletes it."""
     if _try_lock(lock) is False:
         return False
     return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
 
 
 def _contention_error(target: Path) -> OSError:
-    why = f"other processes deleted what was begun, {_NUM_TRIES} times"
+    why = f"other processes deleted the temporary file {_NUM_TRIES} times"
     return OSError(errno.EBUSY, why, str(target))
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder and those above it, and waits until their names are on the disk."""
+    """Creates a folder and its parents, and syncs their names to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
@@ -326,22 +326,22 @@ def make_folder(folder: Path) -> None:
 
 
 def replace_atomically(temporary: Path, target: Path) -> None:
-    """Renames `temporary`, a file or a directory, to `target`, and deletes what was there.
+    """Renames `temporary`, a file or a directory, to `target`, and deletes the old `target`.
 
-    A symbolic link at `target` is replaced, not followed. See [Note: Complete or not there].
+    A symbolic link at `target` is replaced, not followed. See [Note: Atomic replacement].
     """
     _delete_superseded(_rename_over(temporary, target), target.parent)
 
 
 def _delete_superseded(paths: list[Path], folder: Path) -> None:
-    _sync_folder(folder)  # also where there are none; an error is raised
+    _sync_folder(folder)  # even if there are no paths; an error is raised
     for path in paths:
-        with contextlib.suppress(OSError):  # goes with the next save
+        with contextlib.suppress(OSError):  # the next save deletes it
             _rename_and_delete(path)
 
 
 def _rename_over(temporary: Path, target: Path) -> list[Path]:
-    """Where the predecessors of `temporary` are, once it has their name."""
+    """Renames `temporary` to `target`; returns the new names of the targets it has replaced."""
     superseded: list[Path] = []
     while True:
         try:
@@ -349,19 +349,19 @@ def _rename_over(temporary: Path, target: Path) -> list[Path]:
             return superseded
         except OSError as error:
             if error.errno not in _TARGET_EXISTS_ERRNOS:
-                recover(target)  # what has stepped aside
+                recover(target)
                 raise
-        # A name that is not of this module's kind would not be found again.
+        # `delete_leftovers` finds an exchanged directory only under a name of this module.
         if _LEFTOVER.fullmatch(temporary.name) and _exchange(temporary, target):
             return [*superseded, temporary]
-        aside = temporary_path(target, "replaced")
-        with contextlib.suppress(FileNotFoundError):  # another job has just set it aside
-            os.rename(target, aside)  # once more where a reader has put it back
-            superseded.append(aside)
+        replaced = temporary_path(target, "replaced")
+        with contextlib.suppress(FileNotFoundError):  # another job has just renamed it
+            os.rename(target, replaced)  # again if a reader has restored it
+            superseded.append(replaced)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False where that cannot be done, for whatever reason."""
+    """Exchanges two names in one step; False if that fails for any reason."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False
@@ -370,7 +370,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def file_sizes(folder: CheckpointPath) -> dict[str, int]:
-    """Bytes of every file in a folder and the folders in it, by the name from there, in order."""
+    """Bytes of every file below a folder, by relative name, sorted."""
     if isinstance(folder, RemotePath):
         return dict(sorted(folder.files().items()))
     files = sorted(file for file in folder.rglob("*") if file.is_file())
@@ -378,25 +378,25 @@ def file_sizes(folder: CheckpointPath) -> dict[str, int]:
 
 
 def recover(target: CheckpointPath) -> None:
-    """Puts back what `replace_atomically` had set aside when the machine stopped."""
+    """Restores `target` if a process stopped inside `replace_atomically`."""
     if isinstance(target, RemotePath):
         return
     if os.path.lexists(target) or not target.parent.is_dir():
         return
-    aside = _find_replaced(target)
-    if aside:
+    replaced = _find_replaced(target)
+    if replaced:
         try:
-            os.rename(max(aside, key=os.path.getmtime), target)
+            os.rename(max(replaced, key=os.path.getmtime), target)
         except OSError:
-            if not os.path.lexists(target):  # else another process has been faster
+            if not os.path.lexists(target):  # otherwise another process was faster
                 raise
 
 
 def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
-    """What `read` returns of a checkpoint that is not replaced meanwhile; else it reads again.
+    """Result of `read`, repeated until `target` is not replaced while it is read.
 
     Raises:
-        OSError: It is replaced again and again.
+        OSError: `target` is replaced again and again.
     """
     if isinstance(target, RemotePath):
         return read()
@@ -414,7 +414,7 @@ def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
 
 
 def file_identity(target: Path) -> tuple[int, int] | None:
-    """Which file or directory has this name; None where none has."""
+    """Device and inode of `target`; None if it does not exist."""
     try:
         status = target.stat()
     except OSError:
@@ -423,34 +423,34 @@ def file_identity(target: Path) -> tuple[int, int] | None:
 
 
 def replaced_while_read_error(target: Path) -> OSError:
-    why = "another save has replaced it while it was read; open it again"
+    why = "another save replaced it while it was read; open it again"
     return OSError(errno.ESTALE, why, str(target))
 
 
 def remove(target: CheckpointPath) -> None:
-    """Deletes a file, a link or a directory; what is half deleted has another name."""
+    """Deletes a file, a link or a directory; a directory is renamed first."""
     if isinstance(target, RemotePath):
         target.remove()
         return
     if not os.path.lexists(target):
         return
     if target.is_dir() and not target.is_symlink():
-        aside = temporary_path(target, "removed")
-        os.rename(target, aside)
-        _sync_folder(target.parent)  # else a power loss may leave a part of it under its name
-        target = aside
+        removed = temporary_path(target, "removed")
+        os.rename(target, removed)
+        _sync_folder(target.parent)  # or a power failure may leave a part of it under its name
+        target = removed
     with contextlib.suppress(FileNotFoundError):
         _delete(target)
 
 
 def discard(folder: RemotePath) -> None:
-    """Deletes what was not completed; what cannot be deleted stays."""
-    with contextlib.suppress(Exception):  # storage that is not there raises what it likes
+    """Deletes an incomplete folder; files that cannot be deleted stay."""
+    with contextlib.suppress(Exception):  # file systems of fsspec raise errors of any class
         folder.remove()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Waits until the names in `folder` are on the disk, where the file system can tell."""
+    """Syncs the names in `folder` to the disk, where the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with name_path_in_errors(folder):
@@ -466,7 +466,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def write_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Lists the checksums of these files of `folder`, and syncs the list and the folder."""
+    """Writes `SHA256SUMS` for these files of `folder`, and syncs it and the folder."""
     path = folder / CHECKSUMS
     with name_path_in_errors(path), open(path, "w", encoding="utf-8") as file:
         listed = sorted(set(names) - {CHECKSUMS})
@@ -477,17 +477,17 @@ def write_checksums(folder: Path, names: Iterable[str]) -> None:
 
 
 def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """One line for each file in this rank's share of `SHA256SUMS` that is missing or differs."""
+    """Verifies this rank's share of `SHA256SUMS`; returns one line per missing or damaged file."""
     sums = folder / CHECKSUMS
     try:
         lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
     except UnicodeDecodeError as error:
-        return [f"{CHECKSUMS} is no text ({error})"]
+        return [f"{CHECKSUMS} is not a text file ({error})"]
     damage = []
     for number, line in list(enumerate(lines, start=1))[rank::world_size]:
         match = _LINE.fullmatch(line)
         if not match:
-            damage.append(f"line {number} of {CHECKSUMS} is no checksum")
+            damage.append(f"line {number} of {CHECKSUMS} is not a checksum")
             continue
         digest, name = match.groups()
         try:
@@ -513,23 +513,24 @@ def _hash(path: CheckpointPath) -> str:
     return digest.hexdigest()
 
 
-# ---------------------------------------------------------------------------------------- one file
+# ----------------------------------------------------------------------------------- a single file
 
 
 @contextlib.contextmanager
 def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
-    """A new file that takes the place of whatever is at `path` when the block ends well.
+    """Opens a new file that replaces `path` when the block ends without an exception.
 
-    A link at `path` is replaced, not followed; so is a directory. After an exception, or where
-    the process dies, what was at `path` is unchanged. See [Note: Complete or not there].
+    A link or a directory at `path` is replaced, a link not followed. After an exception, or if the
+    process dies, `path` is unchanged. See [Note: Atomic replacement].
 
     Args:
-        path: Its folder exists, or it is remote.
+        path: Target, remote or in an existing folder.
         nbytes: Size of the file, or a little more. The space is reserved first, where the file
-            system can, so that a full disk is known before anything is written.
+            system supports it, so that a full disk is detected before anything is written.
 
     Raises:
-        OSError: The file cannot be written. On a full disk it names path, bytes needed and free.
+        OSError: The file cannot be written. On a full disk it names the path and the bytes that
+            are needed and free.
     """
     if isinstance(path, RemotePath):
         with name_path_in_errors(path), path.atomic_write(nbytes) as file:
@@ -553,7 +554,7 @@ def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
 
 
 def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside `target`; see [Note: Two writers]."""
+    """A new, locked temporary file for `target`; see [Note: Two writers]."""
     for _ in range(_NUM_TRIES):
         path = temporary_path(target, "incomplete")
         file = open(path, "xb", _BLOCK_BYTES)  # noqa: SIM115 (the caller closes it)
@@ -564,7 +565,7 @@ def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
 
 
 def _reserve(file: BinaryIO, nbytes: int) -> None:
-    # Not posix_fallocate, which writes to every block where the file system cannot do better.
+    # Not posix_fallocate: without support of the file system it writes to every block.
     allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
     if allocate is None or not nbytes:
         return
@@ -575,7 +576,7 @@ def _reserve(file: BinaryIO, nbytes: int) -> None:
 
 @contextlib.contextmanager
 def explain_os_errors(path: CheckpointPath, nbytes: int) -> Iterator[None]:
-    """Names `path` in every OSError; in that of a full disk also bytes needed and free."""
+    """Names `path` in every OSError, and on a full disk also the bytes needed and free."""
     try:
         with name_path_in_errors(path):
             yield
@@ -588,7 +589,7 @@ def explain_os_errors(path: CheckpointPath, nbytes: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def name_path_in_errors(path: CheckpointPath) -> Iterator[None]:
-    """Names `path` in an OSError that has no file name, as those of writing and syncing."""
+    """Names `path` in an OSError without a file name, such as those of writing and syncing."""
     try:
         yield
     except OSError as error:
@@ -602,6 +603,6 @@ def full_disk_error(path: Path, nbytes: int, free: int, number: int = errno.ENOS
     return OSError(
         number,
         f"{path} was not written: it needs {nbytes} bytes ({nbytes / _GIB:.2f} GiB) and {free} "
-        f"bytes ({free / _GIB:.2f} GiB) are free ({os.strerror(number)}); make room or choose "
-        "another folder. What was there before is unchanged.",
+        f"bytes ({free / _GIB:.2f} GiB) are free ({os.strerror(number)}); free some space or "
+        "choose another folder. The previous file or directory is unchanged.",
     )

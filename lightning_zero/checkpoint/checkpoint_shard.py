@@ -1,4 +1,4 @@
-"""This rank's part of a tensor, as `torch.distributed.checkpoint` wants to see it: in boxes.
+"""This rank's part of a tensor as `torch.distributed.checkpoint` stores it: in boxes.
 
     shape (4, 6), elements [8, 19) of 24         . . . . . .
                                                  . . A A A A     A: offsets (1, 2), sizes (1, 4)
@@ -8,8 +8,8 @@
 Checkpoint formats store boxes; a rank owns a flat range. The elements of each box are contiguous in
 the flat range, so that writing one copies nothing.
 
-The only file that knows the three hooks by which a tensor subclass tells torch's planners what it
-holds. They are a private protocol of torch (`DTensor` uses it), so a test guards them.
+Only this file uses the three hooks through which a tensor subclass describes its local part to
+torch's planners. They are a private protocol of torch, which `DTensor` uses; a test guards them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ __all__ = ["Box", "CheckpointShard", "boxes_of_range"]
 class Box:
     """A block of a tensor whose elements are contiguous in row-major order."""
 
-    offsets: tuple[int, ...]  # of the first element, by dimension
+    offsets: tuple[int, ...]  # index of the first element, by dimension
     sizes: tuple[int, ...]  # in elements, by dimension; none is zero
-    start: int  # first element, counted in the whole flat tensor
+    start: int  # first element, counted in the full flat tensor
 
     @property
     def stop(self) -> int:
@@ -49,11 +49,11 @@ class Box:
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The row-major elements [start, stop) of a tensor of `shape`, in order.
+    """Splits the row-major elements [start, stop) of a tensor of `shape` into boxes, in order.
 
     Returns:
         At most 2n - 1 boxes in n dimensions: a ragged end on each side in every dimension but the
-        last, and what is left in the middle. None for an empty range.
+        last, and the rest in the middle. No box for an empty range.
     """
     if start >= stop:
         return []
@@ -96,25 +96,26 @@ _SAME_SHAPE_OPS = {_aten.detach.default, _aten.alias.default, _aten.clone.defaul
 
 
 class CheckpointShard(Tensor):
-    """A whole tensor of which this rank holds a flat range, read when it is written.
+    """Flat range of a tensor that this rank writes; its values are read when they are written.
 
-    It has the whole tensor's shape and dtype and no memory. Dicts of them can be renamed and
-    thinned out; `clone`, `detach` and `to(dtype)` are allowed, anything else would need the other
-    ranks and is an error.
+    It has the shape and dtype of the full tensor and no memory. Entries of a dict of shards can be
+    renamed and deleted; `clone`, `detach` and `to(dtype)` are allowed. Any other operation would
+    need the other ranks and is an error.
     """
 
-    source: str  # equal for entries that are the same tensor (tied weights), and on every rank
-    owned: range  # the row-major elements that this rank writes; possibly none
+    source: str  # the same for all entries of one tensor (tied weights), and on every rank
+    owned: range  # row-major elements that this rank writes; may be empty
     _read: _Read
 
     @staticmethod
     def of(
         source: str, shape: Sequence[int], dtype: torch.dtype, owned: range, read: _Read
     ) -> CheckpointShard:
-        """This rank's part of a tensor of `shape`, to be stored in `dtype`.
+        """This rank's part of a tensor of `shape`, stored in `dtype`.
 
-        The `owned` of all ranks cover the tensor once. `read(start, stop)` is the elements [start,
-        stop) of the whole flat tensor, within `owned`: 1-D, on any device, in any dtype.
+        The ranges `owned` of all ranks cover the tensor exactly once. `read(start, stop)` returns
+        the elements [start, stop) of the full flat tensor, within `owned`: 1-D, on any device, in
+        any dtype.
         """
         shard = Tensor._make_wrapper_subclass(CheckpointShard, torch.Size(shape), dtype=dtype)
         assert isinstance(shard, CheckpointShard)
@@ -123,7 +124,7 @@ class CheckpointShard(Tensor):
 
     @property
     def boxes(self) -> list[Box]:
-        """What this rank writes. A tensor without elements is one box, which every rank has."""
+        """Boxes that this rank writes. A tensor without elements is one box, on every rank."""
         if self.numel() == 0:
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
         return boxes_of_range(self.shape, self.owned.start, self.owned.stop)
@@ -133,15 +134,15 @@ class CheckpointShard(Tensor):
         return len(self.owned) * self.dtype.itemsize
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the whole flat tensor: 1-D, in this dtype, on the CPU."""
+        """Elements [start, stop) of the full flat tensor: 1-D, in this dtype, on the CPU."""
         return self._read(start, stop).detach().to("cpu", self.dtype)
 
     def read_owned(self) -> Tensor:
-        """What this rank writes: 1-D, as `of`'s `read` returns it."""
+        """Elements that this rank writes: 1-D, as the `read` given to `of` returns them."""
         return self._read(self.owned.start, self.owned.stop).detach()
 
     def backed_by(self, values: Tensor) -> CheckpointShard:
-        """The same, read from `values`, which `read_owned` was copied to."""
+        """The same shard, read from `values`, a copy of `read_owned()`."""
         first = self.owned.start
 
         def read(start: int, stop: int) -> Tensor:
@@ -150,7 +151,7 @@ class CheckpointShard(Tensor):
         return CheckpointShard.of(self.source, self.shape, self.dtype, self.owned, read)
 
     def cast(self, dtype: torch.dtype) -> CheckpointShard:
-        """The same values, to be stored in `dtype`."""
+        """The same values, stored in `dtype`."""
         return CheckpointShard.of(self.source, self.shape, dtype, self.owned, self._read)
 
     # ---------------------------------------------------------------- torch's planners
@@ -177,12 +178,12 @@ class CheckpointShard(Tensor):
             if index.offset == torch.Size(box.offsets):
                 values = self.read(box.start, box.stop).contiguous()
                 if values.numel():
-                    # torch.save writes whole storages: one of this size, without a copy.
+                    # torch.save writes the entire storage: give it one of this size, uncopied.
                     values = torch.from_numpy(values.view(torch.uint8).numpy()).view(self.dtype)
                 return values.view(box.sizes)
         raise ValueError(f"{index.fqn}: this rank holds no box at {index.offset}.")
 
-    # ---------------------------------------------------------------- everybody else
+    # ---------------------------------------------------------------- all other operations
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -199,9 +200,9 @@ class CheckpointShard(Tensor):
             if func is _aten._to_copy.default:
                 return shard.cast((kwargs or {}).get("dtype") or shard.dtype)
         raise RuntimeError(
-            f"{func.__name__} needs all values of a checkpoint entry, and this rank holds a shard; "
-            "entries of a sharded checkpoint can be renamed, deleted, added and cast. To work on "
-            'whole values, save with ZeroStrategy(checkpoint="full").'
+            f"{func.__name__} needs all values of a checkpoint entry, but this rank holds a shard; "
+            "entries of a sharded checkpoint can be renamed, deleted, added and cast. To compute "
+            'with full tensors, save with ZeroStrategy(checkpoint="full").'
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -209,11 +210,11 @@ class CheckpointShard(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            f"{self.source} is a shard in the middle of a checkpoint, where it cannot be pickled; "
-            "put entries of the state dict into dicts and lists only, not into tuples or objects."
+            f"{self.source} is a shard inside a tuple or an object of the checkpoint, where it "
+            "cannot be saved; put entries of the state dict into dicts and lists only."
         )
 
-    # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
+    # mypy drops the names of a dunder's keyword-only arguments, so even equal signatures mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"CheckpointShard({self.source}, shape={tuple(self.shape)}, dtype={self.dtype}, "

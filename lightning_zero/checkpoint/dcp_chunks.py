@@ -1,7 +1,7 @@
-"""Whether a sharded checkpoint is complete: every element is stored once, within its file.
+"""Checks that a sharded checkpoint is complete: every element is stored once, within its file.
 
-Chunks that overlap would leave elements that none of them has; memory that nothing was written to
-would be loaded for those.
+If two chunks overlapped, other elements would be in no chunk, and uninitialized memory would be
+loaded for them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_COMPARISONS = 2**28  # of two chunks of one tensor
 
 
 def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
-    """Raises a ValueError unless every element is stored once, in a file that reaches so far."""
+    """Raises a ValueError unless every element is stored once and its file is long enough."""
     problems = _missing_bytes(folder, metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata) and (
@@ -44,26 +44,26 @@ def check_complete(folder: CheckpointPath, metadata: Metadata) -> None:
 
 def _missing_bytes(folder: CheckpointPath, metadata: Metadata) -> list[str]:
     ends: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), end)
+    for info in metadata.storage_data.values():
+        end = info.offset + info.length
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
     problems = []
     sizes = file_sizes(folder)
     for name, end in ends.items():
         if name not in sizes:
             problems.append(f"{printable(name)} is missing")
         elif sizes[name] < end:
-            problems.append(f"{printable(name)} has {sizes[name]} bytes of at least {end}")
+            problems.append(f"{printable(name)} has {sizes[name]} bytes, expected at least {end}")
     return problems
 
 
 def _find_chunk_problem(name: str, entry: TensorStorageMetadata, metadata: Metadata) -> str | None:
-    """What is wrong with the chunks of a tensor."""
+    """Describes what is wrong with the chunks of a tensor; None if nothing is."""
     numel = math.prod(entry.size)
     itemsize = entry.properties.dtype.itemsize
     stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
     if stored < numel:
-        return f"has {stored} elements of {numel}"
+        return f"has {stored} of {numel} elements"
     for chunk in entry.chunks:
         length = metadata.storage_data[MetadataIndex(name, chunk.offsets)].length
         if math.prod(chunk.sizes) * itemsize > length:
@@ -80,17 +80,17 @@ def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool
         return False
     starts = torch.tensor([offsets for offsets, _ in boxes], dtype=torch.int64)
     stops = starts + torch.tensor([sizes for _, sizes in boxes], dtype=torch.int64)
-    # Along the dimension with the most cuts, a box meets the fewest others.
+    # Along the dimension that is split most often, a box can overlap the fewest others.
     dim = max(range(len(size)), key=lambda d: len(starts[:, d].unique()))
     order = starts[:, dim].argsort()
     starts, stops = starts[order], stops[order]
     ends = torch.searchsorted(starts[:, dim].contiguous(), stops[:, dim].contiguous())
     if int((ends - torch.arange(len(boxes))).sum()) > _MAX_COMPARISONS:
-        raise ValueError(f"a tensor is cut into {len(boxes)} chunks that cannot be told apart")
+        raise ValueError(f"a tensor has {len(boxes)} chunks, too many to check for overlaps")
     for number, end in enumerate(ends.tolist()):
         others = slice(number + 1, end)
-        meets = (starts[others] < stops[number]) & (starts[number] < stops[others])
-        if bool(meets.all(dim=1).any()):
+        overlaps = (starts[others] < stops[number]) & (starts[number] < stops[others])
+        if bool(overlaps.all(dim=1).any()):
             return True
     return False
 
@@ -98,15 +98,15 @@ def overlap(chunks: Sequence[ChunkStorageMetadata], size: Sequence[int]) -> bool
 def _are_disjoint_ranges(
     boxes: Sequence[tuple[Sequence[int], Sequence[int]]], size: Sequence[int]
 ) -> bool:
-    """Whether each box is a flat range of the tensor, and none begins before another ends.
+    """Whether each box is a flat range of the tensor, and no two ranges overlap.
 
-    Almost every writer's are; it is quicker to see.
+    Almost all writers store such boxes; this check is faster than the general one.
     """
     strides = [math.prod(size[dim + 1 :]) for dim in range(len(size))]
     ranges = []
     for offsets, sizes in boxes:
-        dim = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
-        if list(sizes[dim + 1 :]) != list(size[dim + 1 :]):
+        split_dim = next((dim for dim, n in enumerate(sizes) if n != 1), len(size) - 1)
+        if list(sizes[split_dim + 1 :]) != list(size[split_dim + 1 :]):
             return False
         start = sum(map(operator.mul, offsets, strides))
         ranges.append((start, start + math.prod(sizes)))

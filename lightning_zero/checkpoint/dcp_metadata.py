@@ -1,18 +1,17 @@
-"""Reads the file `.metadata` of torch's distributed checkpoint format: what lies where.
+"""Parses the file `.metadata` of torch's distributed checkpoint format, the index of its items.
 
-[Note: Metadata without pickle] torch writes the file with pickle, which makes any object that a
-file asks for. A checkpoint may come from anywhere, so the file is not unpickled.
-`_PickleInterpreter` carries
-out the few opcodes that torch's writers need. It has no class, no function and no attribute to hand
-out: a global is a name from a list, a call of it and its state are kept in a record, and any other
-opcode is an error. What it leaves is checked field by field, each at a known depth, and only then
-made into torch's own objects. So the work is bounded by the length of the file: nothing is hashed
-but strings and records, memory is not reserved for an announced length, and a record that many
-names share is checked once.
+[Note: Metadata without pickle] torch writes the file with pickle, which creates any object that a
+file asks for. A checkpoint may come from an untrusted source, so the file is not unpickled.
+`_PickleInterpreter` executes the few opcodes that torch's writers need. It gives access to no
+class, function or attribute: a global is a name from a list, a call of it and its state are stored
+in a record, and any other opcode is an error. The result is checked field by field, each at a known
+depth, and only then converted into torch's own objects. The work is therefore bounded by the length
+of the file: only strings and records are hashed, no memory is reserved for an announced length, and
+a record that many names share is checked once.
 
 Alternatives considered: `pickle.Unpickler` with a `find_class` that allows some classes. Its BUILD
-opcode sets attributes of whatever is on its stack, also of those classes; an index of its memo
-reserves memory; and hashing a key of nested tuples never ends.
+opcode sets attributes of any object on its stack, including those classes; an index of its memo
+reserves memory; and hashing a key of nested tuples does not terminate.
 """
 
 from __future__ import annotations
@@ -40,16 +39,16 @@ from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [
     "METADATA",
+    "gc_paused",
     "parse_metadata",
     "read_metadata",
-    "gc_paused",
 ]
 
 METADATA = ".metadata"  # torch's
-_MAX_BYTES = 2**29  # of the file; a chunk of a tensor takes some 150
+_MAX_BYTES = 2**29  # size of the file; a chunk of a tensor takes about 150
 _MAX_DIMS = 64
 _MAX_PATH = 256  # keys from the root of the checkpoint to a value
-_MAX_MISSING_ITEMS = 2**16  # entries of all lists that hold nothing
+_MAX_MISSING_ITEMS = 2**16  # empty entries in all lists together
 
 _FORMAT = "torch.distributed.checkpoint"
 _METADATA_MODULE = f"{_FORMAT}.metadata"
@@ -84,18 +83,18 @@ _Path = tuple[str | int, ...]  # keys from the root of the checkpoint to a value
 
 
 class _InvalidMetadataError(Exception):
-    """The file holds what has no place in it."""
+    """The file contains something that metadata does not have."""
 
 
 @dataclass(frozen=True)
 class _Global:
-    """A name that the file asks for; nothing can be done with it but to call it."""
+    """A global that the file names; the only thing it can do is to call it."""
 
     name: tuple[str, str]  # module, and name in it
 
 
 class _Record:
-    """A call of a global, and the state that was set. Hashed by identity."""
+    """A call of a global and the state set on it. Hashed by identity."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -109,7 +108,7 @@ class _Record:
 
 
 class _PickleInterpreter:
-    """Carries out the opcodes of one file. See [Note: Metadata without pickle]."""
+    """Executes the opcodes of one file. See [Note: Metadata without pickle]."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -120,11 +119,11 @@ class _PickleInterpreter:
         self._globals: dict[tuple[str, str], Any] = {}
 
     def run(self) -> Any:
-        """The object of the file.
+        """Returns the object that the file describes.
 
         Raises:
-            _InvalidMetadataError: An opcode or a global that has no place in it.
-            IndexError, KeyError, ValueError: It is damaged.
+            _InvalidMetadataError: The file has an opcode or a global that metadata does not have.
+            IndexError, KeyError, ValueError: The file is damaged.
         """
         data, stack, memo = self._data, self._stack, self._memo
         push, steps = stack.append, _STEPS
@@ -132,7 +131,7 @@ class _PickleInterpreter:
         while True:
             code = data[at]
             at += 1
-            # The most frequent ones, nine of ten: a call for each would take most of the time.
+            # The most frequent opcodes, nine of ten: function calls would take most of the time.
             if code == _MEMOIZE:
                 memo[len(memo)] = stack[-1]
             elif code == _GET4:
@@ -166,13 +165,13 @@ class _PickleInterpreter:
                 at = self._at
             else:
                 raise _InvalidMetadataError(
-                    f"opcode {bytes([code])!r} has no place in checkpoint metadata"
+                    f"opcode {bytes([code])!r} is not allowed in checkpoint metadata"
                 )
 
     def _take(self, size: int) -> bytes:
         start, self._at = self._at, self._at + size
         if self._at > len(self._data):
-            raise ValueError(f"it ends {self._at - len(self._data)} bytes too early")
+            raise ValueError(f"it is {self._at - len(self._data)} bytes too short")
         return self._data[start : self._at]
 
     def _byte(self) -> int:
@@ -247,7 +246,7 @@ class _PickleInterpreter:
     def _set(self, values: list[Any]) -> None:
         keys = values[::2]
         if any(type(key) is not str and type(key) is not _Record for key in keys):
-            raise _InvalidMetadataError("a dict has keys that are neither names nor indices")
+            raise _InvalidMetadataError("a key of a dict is neither a name nor an index")
         _expect_type(self._stack[-1], dict).update(zip(keys, values[1::2], strict=True))
 
     # ---- memo
@@ -280,7 +279,9 @@ class _PickleInterpreter:
             elif key in _GLOBALS:
                 self._globals[key] = _Global(key)
             else:
-                raise _InvalidMetadataError(f"{module}.{name} has no place in checkpoint metadata")
+                raise _InvalidMetadataError(
+                    f"{module}.{name} is not allowed in checkpoint metadata"
+                )
         self._stack.append(self._globals[key])
 
     def call(self) -> None:
@@ -298,7 +299,7 @@ class _PickleInterpreter:
         state = self._stack.pop()
         record = _expect_type(self._stack[-1], _Record)
         if record.state is not None:
-            raise _InvalidMetadataError("a record is set twice")
+            raise _InvalidMetadataError("the state of a record is set twice")
         record.state = state
 
 
@@ -343,8 +344,8 @@ def _expect_type(value: Any, kind: type) -> Any:
 
 
 def _refuse(expected: str, value: object) -> NoReturn:
-    found = value.kind[1] if isinstance(value, _Record) else type(value).__name__
-    raise _InvalidMetadataError(f"it holds a {found} where {expected} belongs")
+    found = value.kind[1] if isinstance(value, _Record) else type(value).__name__.strip("_")
+    raise _InvalidMetadataError(f"expected {expected}, got {found}")
 
 
 def _size(dims: Any) -> torch.Size:
@@ -363,40 +364,40 @@ def _non_negative_int(value: Any) -> int:
 
 
 class _Converter:
-    """Checks records and makes torch's objects of them; what is shared once."""
+    """Checks records and converts them into torch's objects; shared records once."""
 
     def __init__(self) -> None:
-        # By identity of the record, which the root keeps alive, and by what was made of it.
-        self._done: dict[tuple[int, str], Any] = {}
-        self._paths: set[str] = set()  # of files, which have been checked
+        # Keys: id of the record, which the root keeps alive, and name of the conversion.
+        self._converted: dict[tuple[int, str], Any] = {}
+        self._checked_paths: set[str] = set()  # relative paths of files
 
     def metadata(self, root: object) -> Metadata:
         if not isinstance(root, _Record) or root.kind != (_METADATA_MODULE, "Metadata"):
-            raise _InvalidMetadataError(f"it is no metadata of {_FORMAT}")
+            raise _InvalidMetadataError(f"it is not metadata of {_FORMAT}")
         fields = self._fields(root, "Metadata")
         entries = {
             self._text(name): self._memoized(entry, self._entry)
             for name, entry in _expect_type(fields.get("state_dict_metadata"), dict).items()
         }
-        places = {
-            self._index(index): self._memoized(place, self._storage_info)
-            for index, place in _expect_type(fields.get("storage_data"), dict).items()
+        storage = {
+            self._index(index): self._memoized(info, self._storage_info)
+            for index, info in _expect_type(fields.get("storage_data"), dict).items()
         }
-        _check_storage(entries, places)
-        return Metadata(entries, self._paths_of(fields.get("planner_data")), places)
+        _check_storage(entries, storage)
+        return Metadata(entries, self._value_paths(fields.get("planner_data")), storage)
 
-    def _memoized(self, record: object, make: Callable[[Any], Any]) -> Any:
-        key = (id(record), make.__name__)  # a record may stand where another kind belongs
-        if key not in self._done:
-            self._done[key] = make(record)
-        return self._done[key]
+    def _memoized(self, record: object, convert: Callable[[Any], Any]) -> Any:
+        key = (id(record), convert.__name__)  # a file may use one record in two roles
+        if key not in self._converted:
+            self._converted[key] = convert(record)
+        return self._converted[key]
 
     def _fields(self, record: object, kind: str) -> dict[str, Any]:
-        """The attributes of a record of the class `kind`, by name."""
+        """Attributes of a record of class `kind`, by name."""
         if not isinstance(record, _Record) or record.kind[1] != kind:
             _refuse(f"a {kind}", record)
         if record.arguments or type(record.state) not in (dict, type(None)):
-            raise _InvalidMetadataError(f"a {kind} is written in an unknown way")
+            raise _InvalidMetadataError(f"a {kind} has an unknown layout")
         return record.state or {}
 
     def _text(self, value: object) -> str:
@@ -412,9 +413,10 @@ class _Converter:
         ]
         for chunk in chunks:
             if not len(chunk.offsets) == len(chunk.sizes) == len(size):
-                raise _InvalidMetadataError("a chunk has other dimensions than its tensor")
+                raise _InvalidMetadataError("a chunk and its tensor differ in their dimensions")
             if any(
-                a + n > all_ for a, n, all_ in zip(chunk.offsets, chunk.sizes, size, strict=True)
+                offset + n > dim_size
+                for offset, n, dim_size in zip(chunk.offsets, chunk.sizes, size, strict=True)
             ):
                 raise _InvalidMetadataError("a chunk lies outside its tensor")
         dtype = self._memoized(fields.get("properties"), self._dtype)
@@ -428,7 +430,7 @@ class _Converter:
     def _dtype(self, record: object) -> torch.dtype:
         if not isinstance(record, _Record) or record.kind[1] != "TensorProperties":
             _refuse("a TensorProperties", record)
-        state = record.state  # a tuple, and a dict in its first versions
+        state = record.state  # a tuple; a dict in the first versions of torch
         dtype = state.get("dtype") if type(state) is dict else _expect_type(state, tuple)[0]
         if not isinstance(dtype, torch.dtype):
             _refuse("a dtype", dtype)
@@ -446,9 +448,9 @@ class _Converter:
     def _storage_info(self, record: object) -> _StorageInfo:
         fields = self._fields(record, "_StorageInfo")
         path = self._text(fields.get("relative_path"))
-        if path not in self._paths:
+        if path not in self._checked_paths:
             check_inside(path)
-            self._paths.add(path)
+            self._checked_paths.add(path)
         start, length = (
             _non_negative_int(fields.get("offset")),
             _non_negative_int(fields.get("length")),
@@ -459,13 +461,13 @@ class _Converter:
             )
         return _StorageInfo(path, start, length)
 
-    def _paths_of(self, planned: object) -> dict[str, _Path]:
-        """Where in the checkpoint each value belongs, by name; some writers leave that out."""
-        if type(planned) is not dict:
+    def _value_paths(self, planner_data: object) -> dict[str, _Path]:
+        """Path of each value in the checkpoint's tree, by name; empty if the writer omitted it."""
+        if type(planner_data) is not dict:
             return {}
         return {
             self._text(name): tuple(self._memoized(path, self._path))
-            for name, path in planned.items()
+            for name, path in planner_data.items()
         }
 
     def _path(self, path: Any) -> _Path:
@@ -478,46 +480,46 @@ class _Converter:
 
 
 def _check_bytes(size: Sequence[int], dtype: torch.dtype) -> None:
-    # Products of the dimensions that are not 0: strides are made of them.
+    # Dimensions of size 0 are left out of the product, since strides leave them out, too.
     if math.prod(dim or 1 for dim in size) * dtype.itemsize >= 2**63:
-        raise _InvalidMetadataError("a tensor is larger than memory can be")
+        raise _InvalidMetadataError("a tensor is larger than 2^63 bytes")
 
 
-def _check_storage(entries: Mapping[str, Any], places: Mapping[MetadataIndex, Any]) -> None:
-    """Every object and every chunk of a tensor has a place."""
+def _check_storage(entries: Mapping[str, Any], storage: Mapping[MetadataIndex, Any]) -> None:
+    """Checks that every object and every chunk of a tensor is stored in a file."""
     tensors = {n: e for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
     num_items = len(entries) - len(tensors) + sum(len(e.chunks) for e in tensors.values())
-    if num_items > len(places):
-        raise _InvalidMetadataError(f"it has {len(places)} places for {num_items} items")
+    if num_items > len(storage):
+        raise _InvalidMetadataError(f"{num_items} items have {len(storage)} storage entries")
     for name, entry in entries.items():
         indices = [MetadataIndex(name)]
         if name in tensors:
             indices = [MetadataIndex(name, chunk.offsets) for chunk in entry.chunks]
-        if any(index not in places for index in indices):
-            raise _InvalidMetadataError(f"{printable(name)} has no place in a file")
+        if any(index not in storage for index in indices):
+            raise _InvalidMetadataError(f"{printable(name)} has no storage entry")
 
 
 def _check_tree(names: Iterable[str], paths: Mapping[str, _Path]) -> None:
-    """The paths are those of one tree, the lists in which are about as long as they hold values."""
+    """Checks that the paths form one tree, and that its lists have few missing items."""
     leaves = {paths.get(name, (name,)) for name in names}
-    kinds: dict[_Path, type] = {(): str}  # of the keys of each dict and list
+    kinds: dict[_Path, type] = {(): str}  # type of the keys of each dict (str) and list (int)
     lengths: dict[_Path, int] = {}
     for path in leaves:
         for depth, key in enumerate(path):
             inner = path[:depth]
             if inner in leaves or kinds.setdefault(inner, type(key)) is not type(key):
-                raise _InvalidMetadataError("it names values that cannot be put into one tree")
+                raise _InvalidMetadataError("the paths of its values do not form one tree")
             if isinstance(key, int):
                 lengths[inner] = max(lengths.get(inner, 0), key + 1)
     if sum(lengths.values()) > sum(map(len, leaves)) + _MAX_MISSING_ITEMS:
-        raise _InvalidMetadataError("an index of a list is far beyond its values")
+        raise _InvalidMetadataError("a list has far more indices than values")
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """While objects are made by the thousand for each rank, none of which is garbage yet.
+    """Turns the garbage collector off while thousands of live objects are created per rank.
 
-    Python would walk all that there are again and again, which takes most of the time.
+    Otherwise it would traverse all of them again and again, which takes most of the time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -529,10 +531,10 @@ def gc_paused() -> Iterator[None]:
 
 
 def parse_metadata(data: bytes) -> Metadata:
-    """What `.metadata` holds, with nothing of it run. See [Note: Metadata without pickle].
+    """Parses the content of `.metadata` and executes nothing. See [Note: Metadata without pickle].
 
     Raises:
-        ValueError: It is damaged, or holds what has no place in it.
+        ValueError: The metadata is damaged, or contains something that is not allowed.
     """
     if len(data) > _MAX_BYTES:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
@@ -543,24 +545,25 @@ def parse_metadata(data: bytes) -> Metadata:
             return metadata
     except (_InvalidMetadataError, ValueError) as error:
         raise ValueError(printable(str(error))) from None
-    except LookupError:  # its stack, its memo or its bytes end
-        raise ValueError("it is cut or damaged") from None
+    except LookupError:  # the stack, the memo or the data is too short
+        raise ValueError("it is truncated or damaged") from None
 
 
 def read_metadata(folder: CheckpointPath) -> Metadata:
-    """The metadata of the directory `folder`.
+    """Reads the metadata of the directory `folder`.
 
     Raises:
-        ValueError: There is none, it is damaged, or it holds what has no place in it.
+        ValueError: The metadata is missing or damaged, or contains something that is not allowed.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no directory, so it is no sharded checkpoint.")
+        raise ValueError(f"{folder} is not a directory, so it is not a sharded checkpoint.")
     path = folder / METADATA
     if not path.is_file():
         found = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise ValueError(
-            f"{folder} is no sharded checkpoint, or an incomplete one: expected a file {METADATA}, "
-            f"found {printable(found)}; give the directory that the checkpoint was saved to."
+            f"{folder} is not a sharded checkpoint, or it is incomplete: expected a file "
+            f"{METADATA}, found {printable(found)}; pass the directory that the checkpoint was "
+            "saved to."
         )
     with path.open("rb") as file:
         data = file.read(_MAX_BYTES + 1)
@@ -568,6 +571,6 @@ def read_metadata(folder: CheckpointPath) -> Metadata:
         return parse_metadata(data)
     except ValueError as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): the checkpoint is damaged, or written by something "
-            f"else than {_FORMAT}."
+            f"{path} cannot be read ({error}): the checkpoint is damaged, or was not written by "
+            f"{_FORMAT}."
         ) from error

@@ -1,10 +1,10 @@
-"""Opens a directory in the format of `torch.distributed.checkpoint`, whoever wrote it.
+"""Opens a directory in the format of `torch.distributed.checkpoint`, from any writer.
 
-The files of ranks are mapped into memory; of remote ones, ranges are read. Each item in them is a
-small file of `torch.save`, of which the elements are a record without gaps. A tensor is a
-`LazyTensor`: a flat range of it is a view of the map where one item holds it, and else a copy of
-what the items hold, whatever boxes the writer's ranks had. torch's own reader reads the whole of
-every item that it needs a part of.
+The files of ranks are mapped into memory; from remote files, ranges are read. Each item in them is
+a small file of `torch.save`, whose elements are one contiguous record. A tensor becomes a
+`LazyTensor`: a flat range of it is a view of the map if one item contains the range, and otherwise
+a copy from several items, for any boxes of the writer's ranks. torch's own reader would read every
+item completely from which it needs a part.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["METADATA", "META_FILE", "find_damage", "is_sharded", "open_sharded"]
 
-META_FILE = "meta.pt"  # Lightning's: what is neither the module's nor an optimizer's
-_NUM_FILES = 16  # of ranks, kept at hand
-_MAX_HEADERS_BYTES = 2**16  # of an item, beside its elements
-# What wrong bytes make torch's reader raise, beside RuntimeError.
+META_FILE = "meta.pt"  # Lightning's name: all entries but those of the module and the optimizers
+_NUM_FILES = 16  # files of ranks that are kept open
+_MAX_HEADERS_BYTES = 2**16  # bytes of an item that are not its elements
+# Errors that torch's reader raises for damaged bytes, besides RuntimeError.
 _DAMAGE_ERRORS = (
     AssertionError,
     AttributeError,
@@ -69,51 +69,51 @@ _DAMAGE_ERRORS = (
 
 
 class _ItemReader:
-    """Reads items of the directory `folder`, whose `metadata` says where each lies."""
+    """Reads items of the directory `folder`; `metadata` gives file and offset of each."""
 
     def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
-        self._places = metadata.storage_data
+        self._storage = metadata.storage_data
         self._folder = folder
-        # A remote one keeps blocks that it read.
+        # A cached remote path keeps the blocks that it has read.
         self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
         self._maps: dict[Path, mmap.mmap] = {}
         self._identity = file_identity(folder) if isinstance(folder, Path) else None
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
-        self._layouts: dict[bytes, Tensor] = {}  # by pickle, of which many items have the same
-        self._tensors: dict[object, LazyTensor] = {}  # by where they lie
+        self._layouts: dict[bytes, Tensor] = {}  # by pickle; many items have the same one
+        self._tensors: dict[object, LazyTensor] = {}  # by file and offset of their chunks
 
-    def hold(self) -> None:
-        """Maps the files if they are few: they are read also when the directory is replaced."""
-        names = {place.relative_path for place in self._places.values()}
+    def map_files(self) -> None:
+        """Maps the files if there are few, so that they stay readable if they are replaced."""
+        names = {info.relative_path for info in self._storage.values()}
         files = [self._file(name) for name in sorted(names)] if len(names) <= _NUM_FILES else []
         for file in files:
             if isinstance(file, Path):
                 self._map(file)
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
-        """The tensor `name`; names of the same data, as of tied weights, give the same object."""
+        """The tensor `name`; tied weights, which have several names, give the same object."""
         dtype = entry.properties.dtype
-        places = [self._places[MetadataIndex(name, c.offsets)] for c in entry.chunks]
-        where = (dtype, entry.size, *((p.relative_path, p.offset) for p in places))
+        chunks = [self._storage[MetadataIndex(name, c.offsets)] for c in entry.chunks]
+        key = (dtype, entry.size, *((info.relative_path, info.offset) for info in chunks))
         read = partial(self._read_range, name, entry)
-        return self._tensors.setdefault(where, LazyTensor.of(entry.size, dtype, read))
+        return self._tensors.setdefault(key, LazyTensor.of(entry.size, dtype, read))
 
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
-        place = self._places[MetadataIndex(name)]
-        with self._reading(self._file(place.relative_path)) as pread:
-            item = io.BufferedReader(ByteRange(pread, place.offset, place.length))
-            content = io.BytesIO(item.read(place.length))  # `pread` gives 2 GiB at most at once
+        info = self._storage[MetadataIndex(name)]
+        with self._open_pread(self._file(info.relative_path)) as pread:
+            item = io.BufferedReader(ByteRange(pread, info.offset, info.length))
+            content = io.BytesIO(item.read(info.length))  # `pread` returns at most 2 GiB at once
         try:
             if why := find_inflated(content):
                 raise ValueError(why)
             return torch.load(content, map_location="cpu", weights_only=weights_only)
         except pickle.UnpicklingError as error:
-            raise pickle.UnpicklingError(f"{self._shown(name, place)}: {error}") from error
+            raise pickle.UnpicklingError(f"{self._describe(name, info)}: {error}") from error
         except Exception as error:
             if weights_only is False and not isinstance(error, _DAMAGE_ERRORS):
-                raise  # of a class that is unpickled
-            raise self._damaged(name, place, error) from error
+                raise  # raised by a class that is unpickled
+            raise self._damage_error(name, info, error) from error
 
     def _read_range(self, name: str, entry: TensorStorageMetadata, start: int, stop: int) -> Tensor:
         boxes = {torch.Size(box.offsets): box for box in boxes_of_range(entry.size, start, stop)}
@@ -131,8 +131,8 @@ class _ItemReader:
             flat = torch.empty(stop - start, dtype=dtype) if flat is None else flat
             box = boxes[part.dest_index.offset]  # type: ignore[index]
             target = flat[box.start - start : box.stop - start].view(box.sizes)
-            place = zip(part.dest_offsets, part.lengths, strict=True)
-            target[tuple(slice(offset, offset + size) for offset, size in place)].copy_(values)
+            ranges = zip(part.dest_offsets, part.lengths, strict=True)
+            target[tuple(slice(offset, offset + size) for offset, size in ranges)].copy_(values)
         return torch.empty(0, dtype=dtype) if flat is None else flat
 
     def _block(
@@ -143,16 +143,16 @@ class _ItemReader:
         offsets: Sequence[int],
         sizes: Sequence[int],
     ) -> Tensor:
-        """The block at `offsets` of an item that has `item_sizes`."""
-        place = self._places[index]
-        file = self._file(place.relative_path)
+        """Block at `offsets` of an item with `item_sizes`; all in elements, by dimension."""
+        info = self._storage[index]
+        file = self._file(info.relative_path)
         try:
             start, item = self._item(file, index, dtype, item_sizes)
             strides, numel = item.stride(), span(sizes, item.stride())
             first = int(item.storage_offset()) + sum(map(operator.mul, offsets, strides))
             start += first * dtype.itemsize
-            if start + numel * dtype.itemsize > place.offset + place.length:
-                raise ValueError("it is smaller than its metadata says")
+            if start + numel * dtype.itemsize > info.offset + info.length:
+                raise ValueError("it is smaller than its size in the metadata")
             if isinstance(file, RemotePath):
                 data: Any = file.read(start, start + numel * dtype.itemsize)
                 flat = torch.frombuffer(data, dtype=dtype)
@@ -160,51 +160,59 @@ class _ItemReader:
                 flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
             return flat.as_strided(sizes, strides)
         except (*_DAMAGE_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
-            raise self._damaged(index.fqn, place, error) from error
+            raise self._damage_error(index.fqn, info, error) from error
 
     def _item(
         self, file: CheckpointPath, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[int, Tensor]:
-        """Where in the file the storage of an item begins, and the item on the meta device."""
+        """Byte of the file at which the storage of an item starts; the item on the meta device."""
         if index not in self._items:
             nbytes = math.prod(sizes) * dtype.itemsize
-            start, like = self._find(file, self._places[index], nbytes)
+            start, like = self._open_item(file, self._storage[index], nbytes)
             if not isinstance(like, Tensor) or like.layout != torch.strided:
-                raise ValueError("it is no dense tensor")
+                raise ValueError("it is not a dense tensor")
             if like.dtype != dtype or like.shape != torch.Size(sizes):
-                raise ValueError(f"it is {like.dtype} of {tuple(like.shape)}, not as its metadata")
+                raise ValueError(
+                    f"its metadata has {dtype} of {tuple(sizes)}, its file has {like.dtype} of "
+                    f"{tuple(like.shape)}"
+                )
             self._items[index] = start, like
         return self._items[index]
 
-    def _find(self, file: CheckpointPath, place: Any, nbytes: int) -> tuple[int, Tensor]:
-        with self._reading(file) as pread:
-            item: Any = ByteRange(pread, place.offset, place.length)
+    def _open_item(self, file: CheckpointPath, info: Any, nbytes: int) -> tuple[int, Tensor]:
+        with self._open_pread(file) as pread:
+            item: Any = ByteRange(pread, info.offset, info.length)
             try:
-                start, like = self._layout(item, place.length - nbytes)
+                start, like = self._layout(item, info.length - nbytes)
             except Exception as error:
                 raise (item.failure or error) from error
-        return place.offset + start, like
+        return info.offset + start, like
 
-    def _layout(self, item: Any, num_others: int) -> tuple[int, Tensor]:
-        """Where in an item its elements begin, beside which it has `num_others` bytes."""
-        # Compressed, less than this cannot take much.
-        if num_others > _MAX_HEADERS_BYTES and (why := find_inflated(item)):
-            raise ValueError(why)
+    def _layout(self, item: Any, header_bytes: int) -> tuple[int, Tensor]:
+        """Byte of an item at which its elements start; the item on the meta device.
+
+        `header_bytes` is the number of bytes of the item that are not its elements.
+        """
+        # Fewer bytes cannot inflate to much.
+        if header_bytes > _MAX_HEADERS_BYTES:
+            why = find_inflated(item)
+            if why:
+                raise ValueError(why)
         reader: Any = torch.PyTorchFileReader(item)
         pickled = reader.get_record("data.pkl")
         if pickled not in self._layouts:
             if reader.get_record("byteorder") != sys.byteorder.encode():
-                raise RuntimeError("its bytes are in another order")
+                raise RuntimeError("its byte order differs from this machine's")
             item.seek(0)
             self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
         return reader.get_record_offset("data/0"), self._layouts[pickled]
 
-    def _shown(self, name: str, place: Any) -> str:
-        file = self._file(place.relative_path)
+    def _describe(self, name: str, info: Any) -> str:
+        file = self._file(info.relative_path)
         return f"{printable(name)} in {printable(str(file))}"
 
-    def _damaged(self, name: str, place: Any, error: Exception) -> Exception:
-        file = printable(str(self._file(place.relative_path)))
+    def _damage_error(self, name: str, info: Any, error: Exception) -> Exception:
+        file = printable(str(self._file(info.relative_path)))
         if isinstance(error, OSError) and error.errno:
             return OSError(error.errno, f"{printable(name)}: {error.strerror}", file)
         return ValueError(
@@ -212,14 +220,14 @@ class _ItemReader:
             "checkpoint is damaged."
         )
 
-    def _reading(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
+    def _open_pread(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
         if not isinstance(file, Path):
             return open_pread(file)
-        mapped = self._map(file)  # and not the file of this name, which may be another by now
+        mapped = self._map(file)  # the file of this name may have been replaced by now
         return nullcontext(lambda size, offset: mapped[offset : offset + size])
 
     def _map(self, file: Path) -> mmap.mmap:
-        """The file in memory: private, so that a write to a tensor does not write to the file."""
+        """Maps the file privately, so that a write to a tensor does not change the file."""
         if file not in self._maps:
             flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
             with open(file, "rb") as stream:
@@ -238,36 +246,38 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def is_sharded(path: CheckpointPath) -> bool:
-    """Whether `path` is a directory in this format."""
+    """Whether `path` is a sharded checkpoint: a directory in DCP's format."""
     return (path / METADATA).is_file()
 
 
 def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compares this rank's share of the items with the checksums in them, in parallel, in pieces.
+    """Verifies this rank's share of the items by their checksums, in parallel.
 
     Returns:
-        One line for each file of which an item is damaged.
+        One line for each file with a damaged item.
     """
     try:
         metadata = read_metadata(folder)
     except ValueError as error:
         return [str(error)]
     names = {(p.relative_path, p.offset, p.length): i.fqn for i, p in metadata.storage_data.items()}
-    mine = sorted(names, key=lambda place: -place[2])[rank::world_size]
+    own_items = sorted(names, key=lambda item: -item[2])[rank::world_size]
     sizes = file_sizes(folder)
-    files = {name: folder / name for name, _, _ in mine}
+    files = {name: folder / name for name, _, _ in own_items}
 
-    def check(place: tuple[str, int, int]) -> str | None:
-        name, start, length = place
+    def check(item: tuple[str, int, int]) -> str | None:
+        name, start, length = item
         if name not in sizes:
             return f"{printable(name)} is missing"
         line = find_damage_in_part(files[name], start, length)
+        if not line:
+            return None
         what = f"{printable(name)} ({sizes[name]} bytes) differs from its checksums"
-        return line and f"{what} in {printable(names[place])}: {line}"
+        return f"{what} in {printable(names[item])}: {line}"
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        lines = list(pool.map(check, mine))
-    by_file = {place[0]: line for place, line in zip(mine, lines, strict=True) if line}
+        lines = list(pool.map(check, own_items))
+    by_file = {item[0]: line for item, line in zip(own_items, lines, strict=True) if line}
     problems = list(by_file.values())
     if any(name not in sizes for name in files):
         return problems
@@ -277,27 +287,27 @@ def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -
 
 
 def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Any]:
-    """A directory as the dict that a Lightning checkpoint file holds, of tensors not yet read.
+    """Opens a directory as the dict of a Lightning checkpoint; its tensors are not yet read.
 
-    Understood are what `ZeroStrategy` and Lightning's `ModelParallelStrategy` write, a state dict
-    saved by itself, and one under "model" with its optimizer's under "optimizer" or "optim".
+    Reads the checkpoints of `ZeroStrategy` and Lightning's `ModelParallelStrategy`, a plain state
+    dict, and a state dict under "model" with the optimizer's under "optimizer" or "optim".
 
     Returns:
-        "state_dict", "optimizer_states" where there are any (keyed by parameter names, otherwise in
-        torch's form), and the rest.
+        "state_dict", "optimizer_states" if there are any (with parameter names as keys, otherwise
+        as torch has them), and all other entries.
 
     Raises:
-        ValueError: A directory that is none of these, or of which something is missing.
+        ValueError: The directory is in another format, or a part of it is missing.
     """
     metadata = read_metadata(folder)
     check_complete(folder, metadata)
-    if strangers := find_foreign_files(folder, metadata):
+    if foreign := find_foreign_files(folder, metadata):
         raise ValueError(
-            f"{folder} is no whole checkpoint: {'; '.join(strangers[:20])}. Use another "
+            f"{folder} is not one complete checkpoint: {'; '.join(foreign[:20])}. Use another "
             "checkpoint, or copy this one again."
         )
     items = _ItemReader(folder, metadata)
-    items.hold()
+    items.map_files()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]
@@ -315,20 +325,20 @@ def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) ->
 def _load_rest(
     folder: CheckpointPath, metadata: Metadata, weights_only: bool | None
 ) -> dict[str, Any]:
-    """From beside the files of ranks, which a remote save has in a folder of their own."""
-    names = {place.relative_path for place in metadata.storage_data.values()}
-    for beside in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
-        path = folder / META_FILE if beside == "." else folder / beside / META_FILE
+    """Loads `meta.pt` from the folder of the ranks' files; a remote save has one of its own."""
+    names = {info.relative_path for info in metadata.storage_data.values()}
+    for parent in (*sorted({str(PurePosixPath(name).parent) for name in names} - {"."}), "."):
+        path = folder / META_FILE if parent == "." else folder / parent / META_FILE
         if path.is_file():
             rest = open_torch_file(path, weights_only=weights_only, is_mapped=False)
             if not isinstance(rest, dict):
-                raise ValueError(f"{path} holds a {type(rest).__name__}, expected a dict.")
+                raise ValueError(f"{path} contains a {type(rest).__name__}, expected a dict.")
             return rest
     return {}
 
 
 def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Both, also where a dict of `rest` lacks what has shards: that is in the dict of `tree`."""
+    """Merges both, also nested dicts: entries with shards are in `tree`, the others in `rest`."""
     merged = {**tree, **rest}
     for key in tree.keys() & rest.keys():
         if isinstance(tree[key], dict) and isinstance(rest[key], dict):
@@ -345,16 +355,16 @@ def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(tree.get("model"), dict):
         checkpoint = dict(tree)
         checkpoint["state_dict"] = checkpoint.pop("model")
-        # Others flatten an optimizer's state; that stays under the name it has.
+        # Some writers flatten the optimizer's state; it stays under its own name.
         named = [key for key in ("optimizer", "optim") if _is_optimizer_state(checkpoint.get(key))]
         states = [checkpoint.pop(key) for key in named]
     else:
         return {"state_dict": tree}
     for state in states:
-        # Absent if saved before the first step.
+        # A checkpoint from before the first step has no "state".
         entries = state["state"] = unflatten_composites(state.get("state", {}))
         if any(isinstance(key, int) for g in state["param_groups"] for key in g["params"]):
-            # By number, as torch's optimizers: the format has no numbers as names.
+            # torch's optimizers number the parameters; DCP stores the numbers as strings.
             state["state"] = {int(key): entry for key, entry in entries.items()}
     if states:
         checkpoint["optimizer_states"] = states

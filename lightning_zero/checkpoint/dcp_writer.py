@@ -1,8 +1,9 @@
-"""Directories in torch's distributed checkpoint format, written by all ranks or by one process.
+"""Writes directories in torch's distributed checkpoint format, from all ranks or one process.
 
-Every rank writes a file, all or nothing. The plan and the metadata are torch's own. Its writer of
-files is not taken: it keeps every tensor until the file is done, and states that rest on a disk
-must never be in memory all at once; and it writes tied tensors once for each name.
+Every rank writes one file; the directory appears when all are complete. Plan and metadata are
+torch's own. Its file writer is not used, for two reasons: it keeps every tensor in memory until the
+file is complete, but states on NVMe may be larger than memory; and it writes tied tensors once for
+each name.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from lightning_zero.record import streams
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
-_ALIGNMENT = 64  # of an item in the file, so that a memory map of its elements is aligned
+_ALIGNMENT = 64  # items start at multiples of it, so that a memory map of their elements is aligned
 _BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
 
@@ -63,7 +64,7 @@ _Written = tuple[SavePlan, list[WriteResult]]
 def _write_items(
     folder: CheckpointPath, rank: int, planner: DefaultSavePlanner, save: str
 ) -> list[WriteResult]:
-    """Writes the items of `planner.plan` and syncs; what two names share is written once."""
+    """Writes the items of `planner.plan` and syncs; tied tensors are written once."""
     path = folder / rank_file(rank)
     if isinstance(path, RemotePath):
         with name_path_in_errors(path), path.atomic_write(_owned_bytes(planner)) as file:
@@ -83,7 +84,8 @@ def _write_items(
             if file.tell() - synced >= _SYNC_BYTES and syncing.done():
                 syncing.result()
                 synced = file.tell()
-                syncing = thread.submit(os.fdatasync, file.fileno())  # else the last one waits
+                # Sync while writing; otherwise all data would wait for the last sync.
+                syncing = thread.submit(os.fdatasync, file.fileno())
         syncing.result()
         file.write(trailer(save, path.name))
         file.flush()
@@ -92,27 +94,27 @@ def _write_items(
 
 
 def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
-    """See [Note: One save]. What is sent to a remote store is not read back."""
+    """Digest for [Note: One save]; empty for a remote file, which is not read back."""
     if isinstance(path, RemotePath):
         return ""
-    places = [result.storage_data for result in results]
+    stored = [result.storage_data for result in results]
     with open_pread(path) as pread:
-        return digest_item_ends(pread, [(place.offset, place.length) for place in places])
+        return digest_item_ends(pread, [(info.offset, info.length) for info in stored])
 
 
 def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
-    places: dict[Any, _StorageInfo] = {}
+    stored: dict[Any, _StorageInfo] = {}
     for item in planner.plan.items:
         value = planner.state_dict[item.index.fqn]
         key: Any = item.index
         if isinstance(value, CheckpointShard):
             key = (value.source, value.dtype, item.index.offset)
-        if key not in places:
+        if key not in stored:
             file.write(bytes(-file.tell() % _ALIGNMENT))
             start = file.tell()
             _append(planner.resolve_data(item), file)
-            places[key] = _StorageInfo(name, start, file.tell() - start)
-        yield WriteResult(item.index, places[key].length, places[key])
+            stored[key] = _StorageInfo(name, start, file.tell() - start)
+        yield WriteResult(item.index, stored[key].length, stored[key])
 
 
 def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
@@ -120,11 +122,11 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
         file.write(data.getbuffer())
         return
     data = data.detach().cpu()
-    if data.untyped_storage().nbytes() != data.nbytes:  # torch.save would write all of it
+    if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes the entire storage
         data = data.clone()
     try:
         torch.save(data, file)
-    except RuntimeError as error:  # of torch's archive, that has not all of its bytes
+    except RuntimeError as error:  # from torch's archive writer, which hides the OSError
         if isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -132,24 +134,25 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
 
 @dataclass
 class SavePlanCache:
-    """What the saves over one channel have agreed on, which the next need not, while it holds."""
+    """Results of one save that the next one over the same channel uses if nothing has changed."""
 
     # Source and dtype of every shard, by name.
     entries: dict[str, tuple[str, torch.dtype]] = field(default_factory=dict)
-    metadata: bytes = b""  # torch's, pickled; on rank 0
-    last_written: _Written | None = None  # of the last save; None: the next one sends all
+    metadata: bytes = b""  # torch's metadata, pickled; on rank 0
+    last_written: _Written | None = None  # plan and results of the last save; None: send them anew
 
     def clear(self) -> None:
-        """Forgets plans and files; the next save agrees anew, also if one rank alone forgets."""
+        """Drops plan and results; one rank that clears them makes all ranks send theirs again."""
         self.metadata, self.last_written = b"", None
 
     def gather_if_changed(
         self, write: Callable[[], tuple[_Written, str]], channel: Channel
     ) -> tuple[list[_Written] | None, list[str]]:
-        """Every rank's results of `write`: what was written, and the digest of it.
+        """Calls `write` on every rank and gathers its results on rank 0. Collective: every rank.
 
-        Collective. What was written comes to rank 0 where one rank's differs from that of the last
-        time, and is None elsewhere, and where all are as they were. The digests are empty there.
+        Returns:
+            On rank 0, plans and write results of all ranks, or None if they equal those of the last
+            save; and their digests. On other ranks None and no digests.
         """
 
         def write_and_compare() -> tuple[bool, str]:
@@ -169,17 +172,17 @@ class SavePlanCache:
 
 @dataclass
 class ShardedSave:
-    """One checkpoint on its way to the disk."""
+    """One save of a sharded checkpoint."""
 
-    target: CheckpointPath  # rank 0's, on every rank
-    planner: DefaultSavePlanner  # with this rank's entries
-    rest: io.BytesIO  # what goes into `meta.pt`, pickled; empty on other ranks than 0
+    target: CheckpointPath  # rank 0's path, on every rank
+    planner: DefaultSavePlanner  # holds this rank's entries
+    rest: io.BytesIO  # content of `meta.pt`, pickled; empty on ranks other than 0
     channel: Channel
-    plan_cache: SavePlanCache  # of the saves before over this channel
-    _staged: StagedDirectory | None = field(
-        default=None, init=False
-    )  # on rank 0, of a local target
-    _may_be_referenced: bool = field(default=False, init=False)  # its folder, by remote metadata
+    plan_cache: SavePlanCache  # from earlier saves over this channel
+    # The directory being written; on rank 0, for a local target.
+    _staged: StagedDirectory | None = field(default=None, init=False)
+    # Remote metadata may already name this save's folder, so that it must not be deleted.
+    _may_be_referenced: bool = field(default=False, init=False)
 
     @classmethod
     def prepare(
@@ -190,11 +193,11 @@ class ShardedSave:
         channel: Channel,
         plan_cache: SavePlanCache | None = None,
     ) -> ShardedSave:
-        """Agrees on what is to be written. Collective.
+        """Agrees on the entries to be written. Collective: every rank.
 
-        Rank 0's dict says which entries there are and what they are called: hooks that change it on
-        one rank only are as good as with a full file. The other ranks bring their `shards`: all
-        that they have made for it, by source. The session of `channel` is held.
+        The entries and their names are those of rank 0's `checkpoint`, so hooks that change it on
+        rank 0 only have their effect, as with a full checkpoint. Every other rank passes its
+        `shards`, by source. The caller holds the session of `channel`.
         """
         is_first = channel.rank == 0
         plan_cache = plan_cache or SavePlanCache()
@@ -217,67 +220,67 @@ class ShardedSave:
         if has_changed:
             plan_cache.entries = channel.broadcast(agreed)
 
-        def bring_shards() -> None:
+        def set_up_shards() -> None:
             if not is_first:
                 entries = plan_cache.entries.items()
                 planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
-                planner.mappings = {}  # rank 0's has all names, in their order
+                planner.mappings = {}  # rank 0's planner has all names, in order
 
-        channel.attempt(bring_shards)
+        channel.attempt(set_up_shards)
         return cls(locate(address), planner, rest, channel, plan_cache)
 
     @property
     def snapshot_bytes(self) -> int:
-        """What `snapshot` takes for this rank's shards."""
+        """CPU memory that `snapshot` needs for this rank's shards."""
         return sum({_key(shard): shard.owned_bytes for shard in _shards(self.planner)}.values())
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
-        """Copies this rank's values, so that training may go on before they are written. Local.
+        """Copies this rank's values, so that training continues before they are written. Local.
 
         Args:
-            memory: Of the save before, used again; afterwards of this one.
-            pin: Into page-locked memory, as copies from a GPU want it.
+            memory: CPU tensors of the last save, which are reused; replaced by those of this save.
+            pin: Copy into pinned memory, for asynchronous copies from a GPU.
         """
         entries = self.planner.state_dict
-        kept: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
         for name, value in entries.items():
             if isinstance(value, CheckpointShard):
                 key, numel = _key(value), len(value.owned)
-                if key not in kept:
-                    room = memory.get(key)
-                    if room is None or room.numel() != numel:
-                        room = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
-                    kept[key] = room.copy_(value.read_owned(), non_blocking=pin)
-                entries[name] = value.backed_by(kept[key])
+                if key not in copies:
+                    buffer = memory.get(key)
+                    if buffer is None or buffer.numel() != numel:
+                        buffer = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
+                    copies[key] = buffer.copy_(value.read_owned(), non_blocking=pin)
+                entries[name] = value.backed_by(copies[key])
             elif isinstance(value, Tensor):
                 entries[name] = value.detach().to("cpu", copy=True)
             else:
                 entries[name] = copy.deepcopy(value)
         memory.clear()
-        memory.update(kept)
+        memory.update(copies)
         if pin:
             streams.synchronize()
 
     def run(self) -> None:
-        """Writes, and puts the directory in place when every rank has. Collective; waits.
+        """Writes the files, and publishes the directory when all are complete. Collective; blocks.
 
         Raises:
-            OSError: The disk is full, or the path cannot be written to; on every rank. What was at
-                the path is as it was.
+            OSError: The disk is full, or the path cannot be written to; on every rank. The previous
+                content of the path is unchanged.
         """
         channel = self.channel
         is_first = channel.rank == 0
         folder: CheckpointPath | None = None
         try:
-            made = channel.attempt(lambda: str(self._begin()) if is_first else None)
-            made_at = (made[0] if made else None, secrets.token_hex(16))
-            address, save = channel.broadcast(made_at)
+            created = channel.attempt(lambda: str(self._begin()) if is_first else None)
+            proposal = (created[0] if created else None, secrets.token_hex(16))
+            address, save = channel.broadcast(proposal)
             folder = locate(address)
             write = partial(self._write, folder, save)
             written, digests = self.plan_cache.gather_if_changed(write, channel)
             channel.attempt(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
-            self.plan_cache.clear()  # rank 0 may not have all of it
+            self.plan_cache.clear()  # rank 0 may have received only a part of the plans
             if self._staged is not None:
                 self._staged.discard()
             elif is_first and isinstance(folder, RemotePath) and not self._may_be_referenced:
@@ -288,19 +291,19 @@ class ShardedSave:
                 and isinstance(error, OSError)
                 and error.errno in DISK_FULL_ERRNOS
             ):
-                raise self._full(target) from error
+                raise self._disk_full_error(target) from error
             raise
 
     def _begin(self) -> CheckpointPath:
-        """The folder of this save's files; its name at a remote address is that of the save."""
+        """Creates the folder of this save's files; a remote one is named after the save."""
         if isinstance(self.target, Path):
             self._staged = StagedDirectory(self.target)
             return self._staged.folder
         if self.target.is_file():
             raise FileExistsError(
                 errno.EEXIST,
-                "a full checkpoint is there, which a sharded one cannot replace at a remote "
-                "address; delete it, or choose another name",
+                "the address holds a full checkpoint, which a sharded one cannot replace on remote "
+                "storage; delete it, or choose another name",
                 str(self.target),
             )
         return self.target / f"save-{secrets.token_hex(4)}"
@@ -311,8 +314,8 @@ class ShardedSave:
         results = _write_items(folder, rank, self.planner, save)
         return (plan, results), _digest(folder / rank_file(rank), results)
 
-    def _full(self, target: Path) -> OSError:
-        """What to say when the disk was full, after the files are gone again. Collective."""
+    def _disk_full_error(self, target: Path) -> OSError:
+        """The error for a full disk, after this save's files were deleted. Collective."""
         needed = self.channel.gather(_owned_bytes(self.planner))
         measured = self.channel.attempt(lambda: shutil.disk_usage(target.parent).free)
         total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
@@ -328,7 +331,7 @@ class ShardedSave:
             if rank_file(rank) not in files:
                 raise OSError(
                     errno.EIO,
-                    f"{rank_file(rank)} was written by another rank and is not seen on rank 0; a "
+                    f"{rank_file(rank)} was written by rank {rank}, but rank 0 does not see it; a "
                     "sharded checkpoint needs a folder that all ranks share",
                     str(self.target),
                 )
@@ -356,26 +359,26 @@ class ShardedSave:
         self._staged.publish()
         self._staged = None
 
-    def _finish_remote(self, folder: RemotePath, target: RemotePath, noted: bytes) -> None:
-        """See [Note: Whole or not there, remotely]."""
+    def _finish_remote(self, folder: RemotePath, target: RemotePath, save_record: bytes) -> None:
+        """See [Note: Atomic replacement on remote storage]."""
         metadata = pickle.loads(self.plan_cache.metadata)
-        for index, place in metadata.storage_data.items():
-            path = f"{folder.name}/{place.relative_path}"
-            metadata.storage_data[index] = replace(place, relative_path=path)
+        for index, info in metadata.storage_data.items():
+            path = f"{folder.name}/{info.relative_path}"
+            metadata.storage_data[index] = replace(info, relative_path=path)
         _write_file(folder / META_FILE, self.rest.getbuffer())
-        _write_file(folder / RECORD, noted)
-        for name in (atomic.CHECKSUMS, RECORD):  # of a directory that was copied there
+        _write_file(folder / RECORD, save_record)
+        for name in (atomic.CHECKSUMS, RECORD):  # from a directory that was copied there
             (target / name).remove()
-        self._may_be_referenced = True  # also where storage fails to say that it has it
+        self._may_be_referenced = True  # even if the write fails after the storage has the file
         _write_file(target / METADATA, pickle.dumps(metadata))
         _write_file(target / META_FILE, self.rest.getbuffer())
-        with contextlib.suppress(Exception):  # the checkpoint is there; the next save tries again
+        with contextlib.suppress(Exception):  # the save is complete; the next one deletes them
             for other in target.iterdir():
                 if _SAVE_ENTRY.fullmatch(other.name) and other.name != folder.name:
                     other.remove()
 
 
-# What a save has at a remote address, or a directory that was copied there.
+# Entries of a save at a remote address, or of a directory that was copied there.
 _SAVE_ENTRY = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
 
 
@@ -393,14 +396,14 @@ def _owned_bytes(planner: DefaultSavePlanner) -> int:
 
 
 def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:
-    """What of which tensor lies where, by rank 0's planner and what all ranks planned and wrote.
+    """The metadata, from rank 0's planner and the plans and write results of all ranks.
 
     Raises:
-        ValueError: The plans do not cover every tensor once.
+        ValueError: The plans do not cover every tensor exactly once.
     """
     plans, results = zip(*written, strict=True)
     _, metadata = planner.create_global_plan(list(plans))
-    entries = metadata.state_dict_metadata  # by rank; readers like the module's order
+    entries = metadata.state_dict_metadata  # ordered by rank; below, as in the module
     metadata.state_dict_metadata = {
         name: entries[name] for name in planner.state_dict if name in entries
     }
@@ -414,7 +417,7 @@ def rank_file(rank: int) -> str:
 
 
 def _split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What is written by name, under the keys of the format; and the rest, for `meta.pt`."""
+    """Splits into entries that DCP stores, under the keys of the format, and those of `meta.pt`."""
     tree: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in checkpoint.items():
@@ -428,7 +431,7 @@ def _split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Puts dicts with shards into `tree`; of those that hold such dicts, the others into `rest`."""
+    """Puts dicts with shards into `tree` and everything else into `rest`, at any depth."""
     if not shards_in(value):
         rest[key] = value
     elif not isinstance(value, Mapping) or any(
@@ -442,4 +445,4 @@ def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> 
 
 
 def _key(shard: CheckpointShard) -> str:
-    return f"{shard.source} as {shard.dtype}"  # tied tensors are copied once
+    return f"{shard.source} as {shard.dtype}"  # the same for tied tensors, which are copied once

@@ -1,20 +1,20 @@
-"""Checkpoint directories of DeepSpeed ZeRO, stages 0 to 3, as whole tensors under their names.
+"""Opens checkpoint directories of DeepSpeed ZeRO, stages 0 to 3, as full tensors by name.
 
-They pickle a loss scaler, an enum and addresses beside the tensors. None of them is needed, so a
-placeholder takes the place of every class of DeepSpeed's, and `weights_only` still refuses the
-classes of everybody else.
+Besides tensors they contain pickled objects of DeepSpeed: a loss scaler, an enum, addresses. None
+of them is needed, so a placeholder replaces every class of DeepSpeed; `weights_only` still refuses
+all other classes.
 
-    folder/latest                                                 the name of the tag
+    folder/latest                                                 name of the tag
     folder/TAG/mp_rank_00_model_states.pt                         stages 0 to 2: module, shapes
     folder/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt          stage 3: the same, by rank
     folder/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   masters and optimizer, by rank
 
-Masters and optimizer states are flat tensors, one for each group of parameters and rank, with the
-parameters of the group one after another, in the order of `param_shapes`:
+Masters and optimizer states are flat tensors, one for each group of parameters and rank. The
+parameters of a group follow one another in the order of `param_shapes`:
 
-    stages 1, 2   |aaaaaaa bbbb|bbbbbbbbb cc|cccc....|     a group, cut into ranks anywhere
+    stages 1, 2   |aaaaaaa bbbb|bbbbbbbbb cc|cccc....|     a group, split over ranks at any element
     stage 3       rank 0 |aaa bbbbb cc|   rank 1 |aaa bbbbb cc|   rank 2 |a.. bbb.. cc|
-                                                           every parameter, cut into equal parts
+                                                           every parameter, split into equal parts
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_sta
 
 @dataclass(frozen=True)
 class _Group:
-    """Parameters that lie one after another in flat tensors."""
+    """Parameters that follow one another in flat tensors."""
 
     shapes: Mapping[str, torch.Size]  # by name, in order
-    numbers: Sequence[int]  # of the flat tensors; the optimizer has the same
-    paddings: Sequence[int]  # elements after each parameter that belong to none
+    numbers: Sequence[int]  # indices of the flat tensors, in the optimizer, too
+    paddings: Sequence[int]  # unused elements after each parameter
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What the files hold."""
+    """Content of the files of one checkpoint."""
 
-    folder: Path  # that of the tag
+    folder: Path  # folder of the tag
     models: Sequence[dict[str, Any]]  # by rank; stages 0 to 2 have one
-    optims: Sequence[dict[str, Any]]  # the `optimizer_state_dict` of every rank
+    optims: Sequence[dict[str, Any]]  # `optimizer_state_dict` of every rank
 
     @property
     def is_sharded_by_parameter(self) -> bool:
-        """Every rank has a part of every parameter."""
+        """Every rank has a part of every parameter, as in stage 3."""
         return "fp32_flat_groups" in self.optims[0]
 
     @cached_property
@@ -72,12 +72,12 @@ class _Saved:
         by_parameter = self.is_sharded_by_parameter
         key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
         if any(key not in optim for optim in self.optims):
-            raise ValueError(f"{self.folder} holds no {key}, so it is no ZeRO checkpoint.")
+            raise ValueError(f"{self.folder} has no {key}, so it is not a ZeRO checkpoint.")
         return [[flat.reshape(-1) for flat in optim[key]] for optim in self.optims]
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """One for all flat tensors where parameters may lie across two of them."""
+        """Groups of parameters; a single one if a parameter may extend over two flat tensors."""
         shapes = self.models[0]["param_shapes"]
         num_flat = len(self.masters[0])
         if len(shapes) != num_flat:
@@ -100,8 +100,8 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
     if others or not model_names:
         found = ", ".join(others or names) or "nothing"
         raise ValueError(
-            f"{folder} is no ZeRO checkpoint that can be read here: it holds {found}; expected one "
-            "*_model_states.pt, or one for each rank, without experts or pipeline layers."
+            f"{folder} is not a ZeRO checkpoint that can be read here: it holds {found}; expected "
+            "one *_model_states.pt, or one for each rank, without experts or pipeline layers."
         )
     models = [_open_file(folder / name, weights_only, "module") for name in model_names]
     optims = [
@@ -109,48 +109,48 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
         for name in optim_names
     ]
     expected = optims[0].get("partition_count", 1) if optims else 0
-    if isinstance(expected, (list, tuple)):  # by group
+    if isinstance(expected, (list, tuple)):  # one count per group
         expected = max(expected, default=0)
     if not isinstance(expected, int):
-        raise ValueError(f"{folder / optim_names[0]} holds no number of partitions.")
+        raise ValueError(f"{folder / optim_names[0]} has no valid partition_count.")
     if len(optims) != expected or len(models) not in (1, expected):
         missing = [name for name in _names_of_ranks(optim_names, expected) if name not in names]
         raise ValueError(
             f"{folder} holds {len(optims)} *_optim_states.pt and {len(models)} *_model_states.pt, "
             f"expected {expected} of the former: {', '.join(missing) or 'files'} are missing, or "
-            "another save lies over this one; copy the checkpoint again, or give another tag."
+            "another save has overwritten files; copy the checkpoint again, or use another tag."
         )
     return _Saved(folder, models, optims)
 
 
 def _names_of_ranks(names: Sequence[str], num_ranks: int) -> list[str]:
-    """The file names of all ranks, made as those in `names` are."""
+    """File names of all ranks, after the pattern of `names`."""
     ranks = range(min(num_ranks, 2**16))
     return [re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", names[0]) for rank in ranks]
 
 
 def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
-    """File names by data-parallel rank; without a rank, the only one."""
+    """File names in the order of data-parallel ranks; a name without a rank is that of rank 0."""
     by_rank: dict[int, str] = {}
     for name in names:
         if match := pattern.fullmatch(name):
             rank = int(match[1] or 0)
             if int(match[2]) or rank in by_rank:
                 raise ValueError(
-                    f"{folder} holds {name} beside {by_rank.get(rank, 'others')}: a checkpoint of "
-                    "tensor parallelism, or two saves in one place, which cannot be read here."
+                    f"{folder} holds both {name} and {by_rank.get(rank, 'others')}: a checkpoint "
+                    "of tensor parallelism, or two saves in one folder, which cannot be read here."
                 )
             by_rank[rank] = name
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _open_file(path: Path, weights_only: bool | None, key: str) -> dict[str, Any]:
-    """What DeepSpeed saved in a file, its tensors mapped into memory; it has a dict `key`."""
+    """Content of a file that DeepSpeed saved, its tensors mapped into memory; has a dict `key`."""
     if weights_only is False:
         content = open_torch_file(path, weights_only=False, pickle_module=_pickle_module())
     else:
         unsafe: list[str] = []
-        # Not a zip file, or a damaged one: opening it will say so.
+        # If it is not a zip file, or a damaged one, `open_torch_file` raises the error.
         with suppress(Exception), path.open("rb") as file:
             if find_inflated(file) is None:
                 unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
@@ -159,14 +159,14 @@ def _open_file(path: Path, weights_only: bool | None, key: str) -> dict[str, Any
             content = open_torch_file(path, weights_only=True)
     if not isinstance(content, dict) or not isinstance(content.get(key), dict):
         raise ValueError(
-            f"{path} holds a {type(content).__name__}, expected DeepSpeed's dict with {key!r}: it "
-            "is damaged, or of another version."
+            f"{path} contains a {type(content).__name__}, expected DeepSpeed's dict with {key!r}: "
+            "it is damaged, or of another version."
         )
     return content
 
 
 class _Placeholder:
-    """An object of a class that is not there; takes whatever that class takes."""
+    """Object of a class that is not installed; accepts any arguments."""
 
     def __new__(cls, *arguments: Any) -> _Placeholder:
         return super().__new__(cls)
@@ -177,7 +177,7 @@ def _placeholder(name: str) -> type[_Placeholder]:
 
 
 def _pickle_module() -> ModuleType:
-    """The module pickle, whose unpickler knows DeepSpeed's classes as placeholders."""
+    """A copy of the module pickle whose unpickler replaces DeepSpeed's classes by placeholders."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
@@ -191,7 +191,7 @@ def _pickle_module() -> ModuleType:
     return changed
 
 
-# The entries of a model file that are DeepSpeed's; the others are the user's, or Lightning's.
+# Entries of a model file that DeepSpeed adds; all others are the user's or Lightning's.
 _OWN_ENTRIES = {
     "module",
     "buffer_names",
@@ -215,11 +215,11 @@ _OWN_ENTRIES = {
     "ds_version",
     "universal_checkpoint_info",
 }
-_WRAPPER = "_forward_module."  # before every name, in Lightning before 2.1
+_WRAPPER = "_forward_module."  # prefix of every name in Lightning before 2.1
 
 
 def is_deepspeed(path: CheckpointPath) -> bool:
-    """Whether it is a checkpoint directory of DeepSpeed, or the directory of one tag."""
+    """Whether `path` is a checkpoint directory of DeepSpeed, or the directory of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
 
@@ -227,13 +227,14 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
     """Opens the last tag of a checkpoint directory, or the directory of a tag.
 
     Returns:
-        `state_dict` in full precision, `optimizer_states` by parameter name where they are there,
-        and what the user, or Lightning, saved beside them.
+        `state_dict` in full precision, `optimizer_states` by parameter name if the checkpoint has
+        them, and all entries that the user or Lightning has added.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: It is no such checkpoint, a damaged one, or one of model parallelism.
-        pickle.UnpicklingError: It holds classes that `weights_only` refuses; never DeepSpeed's.
+        ValueError: It is not a ZeRO checkpoint, is damaged, or has model parallelism.
+        pickle.UnpicklingError: It contains classes that `weights_only` refuses; classes of
+            DeepSpeed are not refused.
     """
     folder = _tag_folder(path)
     saved = _open_files(folder, weights_only)
@@ -241,14 +242,14 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
         return _as_lightning(saved)
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"the files in {folder} do not hold what DeepSpeed saves "
+            f"the files in {folder} do not have DeepSpeed's entries "
             f"({type(error).__name__}: {printable(str(error))}): they are damaged, or of another "
             "version."
         ) from error
 
 
 def files_with_checksums(path: Path) -> list[CheckpointPath]:
-    """The files that `open_deepspeed` opens, whose records have checksums."""
+    """Files that `open_deepspeed` opens; their records have checksums."""
     folder = _tag_folder(path)
     names = sorted(file.name for file in folder.iterdir())
     return [folder / name for name in names if _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)]
@@ -257,7 +258,7 @@ def files_with_checksums(path: Path) -> list[CheckpointPath]:
 def _as_lightning(saved: _Saved) -> dict[str, Any]:
     model = saved.models[0]
     opened = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
-    values = dict(_frozen(saved))
+    values = dict(_frozen_parameters(saved))
     if saved.optims:
         values.update(_full_tensors(saved, saved.masters, is_exact=True))
         opened["optimizer_states"] = [_optimizer_state(saved)]
@@ -266,7 +267,7 @@ def _as_lightning(saved: _Saved) -> dict[str, Any]:
     module = model["module"]
     for alias, name in dict(model.get("shared_params") or {}).items():
         values.setdefault(alias, values[name] if name in values else module[name])
-    # In the module's own order. What is not sharded (buffers) is in the module's own file.
+    # In the module's order. Entries that are not sharded (buffers) come from the module's file.
     opened["state_dict"] = {
         name.removeprefix(_WRAPPER): values.get(name, value) for name, value in module.items()
     }
@@ -280,11 +281,11 @@ def _tag_folder(path: Path) -> Path:
     try:
         folder = path / check_inside(latest.read_text().strip())
     except ValueError as error:  # and UnicodeDecodeError
-        raise ValueError(f"{latest} names no tag: {printable(str(error))}.") from error
+        raise ValueError(f"{latest} does not name a tag: {printable(str(error))}.") from error
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{latest} names the tag {printable(repr(folder.name))}, and there is no such "
-            "directory; copy the checkpoint again, or give the directory of another tag."
+            f"{latest} names the tag {printable(repr(folder.name))}, but that directory does not "
+            "exist; copy the checkpoint again, or pass the directory of another tag."
         )
     return folder
 
@@ -295,10 +296,10 @@ def _tag_folder(path: Path) -> Path:
 def _full_tensors(
     saved: _Saved, flats: Sequence[Sequence[Tensor | None]], *, is_exact: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by name, from the flat tensors of all ranks, by rank and number.
+    """Yields full tensors by name, from the flat tensors of all ranks, by rank and number.
 
-    A group of which any is None is left out. `is_exact`: no more elements are allowed than
-    parameters and alignment need.
+    A group with a flat tensor of None is skipped. With `is_exact`, a flat tensor must not have more
+    elements than parameters and alignment need.
     """
     for group in saved.groups:
         parts = [[rank[number] for number in group.numbers] for rank in flats]
@@ -326,7 +327,7 @@ def _split_group(
             pieces = _flat_range(flat, start, start + numel)
         if sum(piece.numel() for piece in pieces) != numel:
             raise _mismatch(saved, available, start + size)
-        yield name, _joined(pieces, shape)
+        yield name, _concatenated(pieces, shape)
         start += size + padding
     alignment = 1 if by_parameter else 2 * num_ranks
     if is_exact and -(-start // alignment) != -(-available // alignment):
@@ -335,21 +336,21 @@ def _split_group(
 
 def _mismatch(saved: _Saved, available: int, needed: int) -> ValueError:
     return ValueError(
-        f"{saved.folder} holds {available} elements for a group of parameters, expected {needed}: "
-        "its files do not belong together, or its state was on NVMe, of which DeepSpeed saves raw "
-        "copies only. Convert it with DeepSpeed's own zero_to_fp32.py."
+        f"{saved.folder} has {available} elements for a group of parameters, expected {needed}: "
+        "its files do not belong together, or its state was on NVMe, which DeepSpeed saves as raw "
+        "copies. Convert it with DeepSpeed's own zero_to_fp32.py."
     )
 
 
-def _frozen(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that were not trained: whole, or a part on every rank."""
+def _frozen_parameters(saved: _Saved) -> Iterator[tuple[str, Tensor]]:
+    """Yields the frozen parameters; in stage 3 every rank has a part of each."""
     for name, shape in dict(saved.models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name].reshape(-1) for model in saved.models]
-        yield name, _joined(_flat_range(parts, 0, math.prod(shape)), shape)
+        yield name, _concatenated(_flat_range(parts, 0, math.prod(shape)), shape)
 
 
 def _flat_range(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-    """Views of elements [start, stop) of flat tensors that follow one another."""
+    """Views of the elements [start, stop) of consecutive flat tensors."""
     pieces = []
     for part in parts:
         piece = part[max(start, 0) : max(stop, 0)]
@@ -359,8 +360,8 @@ def _flat_range(parts: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     return pieces
 
 
-def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    """One tensor of flat pieces, joined when they are read."""
+def _concatenated(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    """One tensor from flat pieces, which are concatenated when they are read."""
     if len(pieces) == 1:
         return pieces[0].view(torch.Size(shape))
 
@@ -374,7 +375,7 @@ def _joined(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
 
 
 def _optimizer_state(saved: _Saved) -> dict[str, Any]:
-    """States and groups by parameter name."""
+    """The optimizer's states and groups, by parameter name."""
     states, groups = zip(*(_base_state(optim) for optim in saved.optims), strict=True)
     masters = saved.masters
     numbers = range(len(masters[0]))
@@ -401,24 +402,24 @@ def _optimizer_state(saved: _Saved) -> dict[str, Any]:
 
 
 def _base_state(optim: Mapping[str, Any]) -> tuple[dict[int, Any], list[dict[str, Any]]]:
-    """The wrapped optimizer's state by number, and its groups."""
+    """The wrapped optimizer's states, by number, and its parameter groups."""
     base = optim.get("base_optimizer_state", optim.get("optimizer_state_dict"))
     if isinstance(base, Mapping):
         return dict(base["state"]), list(base["param_groups"])
-    states = dict(enumerate(base or []))  # "elastic": a list of states by group
+    states = dict(enumerate(base or []))  # an "elastic" checkpoint: a list of states, one per group
     step = optim.get("base_optimizer_state_step")
     return states, [{} if step is None else {"step": step} for _ in states]
 
 
 def _flat(value: object, master: Tensor) -> Tensor | None:
-    """A state that has a value for every element of the master; it may have its padding too."""
+    """`value` as a flat tensor if it has a value for every element of `master`; may be padded."""
     if isinstance(value, Tensor) and value.dim() and value.numel() >= master.numel():
         return value.reshape(-1)
     return None
 
 
 def _scalars(state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    """States that are one number for all elements: the step, which may be kept with the group."""
+    """States that are one number for all elements, such as the step; some groups store it."""
     scalars = {k: v for k, v in state.items() if not isinstance(v, Tensor) or v.dim() == 0}
     if "step" in group:
         scalars.setdefault("step", group["step"])

@@ -1,7 +1,7 @@
-"""A checkpoint of any format written in another one, tensor by tensor.
+"""Exports a checkpoint of any format to another one, tensor by tensor.
 
-Nothing is in memory but the piece that is being written, so a checkpoint may be larger than memory;
-in the `dcp` form the bound is the largest tensor.
+Only the piece that is being written is in memory, so a checkpoint may be larger than memory; for
+`dcp` the largest tensor must fit.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from lightning_zero.comm.control import Channel
 from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 
-__all__ = ["Format", "ExportPlan", "plan_export", "drop_pages"]
+__all__ = ["ExportPlan", "Format", "drop_pages", "plan_export"]
 
 _MADV_DONTNEED = 4
 
 
 def drop_pages(path: Path) -> None:
-    """Drops the pages of `path`, a file or a directory of files, from this process's memory.
+    """Drops the mapped pages of `path`, a file or a directory of files, from this process's memory.
 
-    The next access reads them from the file again. Without it every page that was read once counts
-    as resident until the system is short of memory. Only on Linux, elsewhere nothing happens.
+    The next access reads them from the file again. Without it, every page that was read counts as
+    resident until the system is short of memory. Does nothing on systems other than Linux.
 
-    Danger: what was written to a private map of such a file is lost. Tensors of an opened
-    checkpoint are not written.
+    Danger: writes to a private map of such a file are lost. Tensors of an opened checkpoint are
+    only read.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -64,11 +64,11 @@ def drop_pages(path: Path) -> None:
 
 Format = Literal["safetensors", "ckpt", "dcp"]
 
-_AVERAGED = "averaging_state"  # beside it, Lightning keeps the averaged weights as `state_dict`
-_CURRENT = "current_model_state"
-_MASTERS = "lightning_zero_masters"  # in float32, of a module in 16 bits
-# What belongs to the trained weights, and not to their average.
-_OF_TRAINING = {
+_AVERAGED = "averaging_state"  # with it, `state_dict` holds the averaged weights
+_CURRENT = "current_model_state"  # the trained weights
+_MASTERS = "lightning_zero_masters"  # float32 masters of a 16-bit module
+# Entries that belong to the trained weights, not to their average.
+_TRAINED_ONLY = {
     _AVERAGED,
     _CURRENT,
     "callbacks",
@@ -81,12 +81,12 @@ _OF_TRAINING = {
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What is to be written."""
+    """An export that is ready to be written."""
 
-    # To a path whose folder exists, or to remote storage, whole or not at all.
+    # Writes atomically to a path whose folder exists, or to remote storage.
     write: Callable[[CheckpointPath, Progress], None]
-    nbytes: int  # of all tensors that are written
-    notes: tuple[str, ...]  # for the user: what is left out, and why
+    nbytes: int  # bytes of all tensors that are written
+    notes: tuple[str, ...]  # for the user: entries that are not exported, and why
 
 
 def plan_export(
@@ -98,43 +98,44 @@ def plan_export(
     is_averaged: bool = False,
     part: str | None = None,
 ) -> ExportPlan:
-    """Decides what is written of an opened checkpoint, and how.
+    """Plans the export of an opened checkpoint.
 
     Args:
-        checkpoint: As `open_checkpoint` returns it.
-        file_format: `safetensors` has the weights only; `ckpt` (one file, as Lightning's) and `dcp`
-            (a directory of torch's Distributed Checkpoint) have everything.
-        dtype: Floating-point weights are cast to it; other states are left as they are.
-        max_shard_bytes: Of a safetensors file. None: one file of any size, and `write`'s path is
-            that of the file; else it is a directory.
-        is_averaged: Take the averaged weights of Lightning's `WeightAveraging`, and nothing that
-            belongs to the others.
-        part: Name of a submodule: its weights alone, under the names that they have in it.
+        checkpoint: Result of `open_checkpoint`.
+        file_format: `safetensors` stores the weights only; `ckpt` (one file, as Lightning's) and
+            `dcp` (a directory of torch's Distributed Checkpoint) store everything.
+        dtype: Dtype to which floating-point weights are cast; other states keep theirs.
+        max_shard_bytes: Maximum size of a safetensors file, in a directory of files. None: one file
+            of any size; the path given to `write` is that of the file.
+        is_averaged: Export the averaged weights of Lightning's `WeightAveraging`, without entries
+            that belong to the trained ones.
+        part: Name of a submodule; only its weights are exported, under their names in it.
 
     Raises:
-        ValueError: No averaged weights, no such part, or a dtype or part that the form cannot have.
+        ValueError: There are no averaged weights or no such submodule, or the format does not
+            support the dtype or `part`.
     """
     if part is not None and file_format != "safetensors":
         raise ValueError(
-            f"a part is exported as weights alone, so --part is for safetensors, not {file_format}."
+            f"--part exports weights only, so it needs --format safetensors, got {file_format}."
         )
     weights, notes = _weights(checkpoint, file_format, is_averaged)
     if not is_averaged and dtype is not None:
-        weights = _exact(weights, checkpoint.get(_MASTERS, {}), dtype)
+        weights = _with_masters(weights, checkpoint.get(_MASTERS, {}), dtype)
     weights = _cast(weights, dtype)
     if part is not None:
-        weights = _of_part(weights, part)
+        weights = _submodule_weights(weights, part)
     write: Callable[[CheckpointPath, Progress], None]
     if file_format == "safetensors":
         tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
         if others := sorted(set(weights) - set(tensors)):
-            notes.append(f"not exported, because they are no tensors: {', '.join(others)}")
+            notes.append(f"not exported, because they are not tensors: {', '.join(others)}")
         kept, tied = _untied(tensors)
         write = partial(_write_weights, kept, tied, max_shard_bytes)
         return ExportPlan(write, total_nbytes(kept), tuple(notes))
     content = dict(checkpoint) | {"state_dict": weights}
     if is_averaged:
-        content = {key: value for key, value in content.items() if key not in _OF_TRAINING}
+        content = {key: value for key, value in content.items() if key not in _TRAINED_ONLY}
     if file_format == "ckpt":
         if "optimizer_states" in content:
             content["optimizer_states"] = [_numbered(s) for s in content["optimizer_states"]]
@@ -144,7 +145,7 @@ def plan_export(
     return ExportPlan(write, total_nbytes(content), tuple(notes))
 
 
-# ------------------------------------------------------------------------------ what is written
+# ---------------------------------------------------------------------------------------- weights
 
 
 def _weights(
@@ -153,16 +154,16 @@ def _weights(
     has_average = _AVERAGED in checkpoint and _CURRENT in checkpoint
     if is_averaged and not has_average:
         raise ValueError(
-            "the checkpoint holds no averaged weights, as WeightAveraging and EMAWeightAveraging "
-            "of Lightning save them; leave --ema out to export the trained weights."
+            "the checkpoint has no averaged weights from Lightning's WeightAveraging or "
+            "EMAWeightAveraging; omit --ema to export the trained weights."
         )
     if not has_average or is_averaged or file_format != "safetensors":
         return dict(checkpoint["state_dict"]), []
-    note = "the trained weights are exported; the checkpoint also holds averaged ones (--ema)"
+    note = "the trained weights are exported; use --ema for the averaged ones"
     return dict(checkpoint[_CURRENT]), [note]
 
 
-def _of_part(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
+def _submodule_weights(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
     inside = {
         name.removeprefix(f"{part}."): value
         for name, value in weights.items()
@@ -171,15 +172,15 @@ def _of_part(weights: Mapping[str, Any], part: str) -> dict[str, Any]:
     if not inside:
         parts = sorted({name.partition(".")[0] for name in weights})
         raise ValueError(
-            f"expected a submodule in --part, got {part}; there are {', '.join(parts)}."
+            f"--part must be a submodule, got {part}; the checkpoint has {', '.join(parts)}."
         )
     return inside
 
 
-def _exact(
+def _with_masters(
     weights: Mapping[str, Any], masters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Masters in the place of weights that are narrower than `dtype`; tied ones stay tied."""
+    """Replaces weights that are narrower than `dtype` by their masters; tied ones stay tied."""
     narrow = {
         name: tensor_identity(value)
         for name, value in weights.items()
@@ -207,14 +208,14 @@ def _read_cast(name: str, tensor: Tensor, dtype: torch.dtype, start: int, stop: 
     narrow = values.to(dtype)
     if dtype is torch.float16 and bool((narrow.isinf() & values.isfinite()).any()):
         raise ValueError(
-            f"{name} has values up to {float(values.abs().max()):.3g}, which float16 does not "
-            "have; use --dtype bf16."
+            f"{name} has values up to {float(values.abs().max()):.3g}, too large for float16; use "
+            "--dtype bf16."
         )
     return narrow
 
 
 def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """One name for each tensor, and for every other name the one that stands for it."""
+    """Tensors under their first names; and for every further name, the first name."""
     first: dict[object, str] = {}
     tied = {
         name: kept
@@ -225,7 +226,7 @@ def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state by number, as torch's optimizers have it, where it is by name."""
+    """An optimizer's state by number, as torch's optimizers have it; it may be by name."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     if not any(isinstance(name, str) for name in names):
         return dict(state)
@@ -248,31 +249,33 @@ def _write_weights(
     path: CheckpointPath,
     progress: Progress,
 ) -> None:
-    """One file, or a directory of files that are not larger than `max_bytes`."""
+    """Writes one file, or a directory of files of at most `max_bytes`."""
     if max_bytes is None:
         write_safetensors(path, tensors, tied, progress)
         return
     if isinstance(path, RemotePath) and path.exists():
         raise ValueError(
-            f"{path} exists, and a folder at a remote address cannot be replaced as a whole; "
-            "delete it, choose another place, or let OUT end with .safetensors."
+            f"{path} exists, and a folder on remote storage cannot be replaced atomically; delete "
+            "it, choose another address, or use an OUT that ends with .safetensors."
         )
     files = split_by_size(tensors, max_bytes)
-    draft = atomic.StagedDirectory(path) if isinstance(path, Path) else None
-    folder = path if draft is None else draft.folder
+    staged = atomic.StagedDirectory(path) if isinstance(path, Path) else None
+    folder = path if staged is None else staged.folder
     try:
         with explain_os_errors(path, total_nbytes(tensors)):
-            for name, held in files.items():
-                here = {other: kept for other, kept in tied.items() if kept in held}
-                write_safetensors(folder / name, held, here, progress)
+            for name, file_tensors in files.items():
+                tied_here = {other: kept for other, kept in tied.items() if kept in file_tensors}
+                write_safetensors(folder / name, file_tensors, tied_here, progress)
+            names = list(files)
             if len(files) > 1:
-                write_index(folder / INDEX, files, tied)  # last: without it nothing is there
-            if draft is not None:
-                atomic.write_checksums(draft.folder, [*files, *([INDEX] if len(files) > 1 else [])])
-                draft.publish()
+                write_index(folder / INDEX, files, tied)  # last: it makes the directory complete
+                names.append(INDEX)
+            if staged is not None:
+                atomic.write_checksums(staged.folder, names)
+                staged.publish()
     except BaseException:
-        if draft is not None:
-            draft.discard()
+        if staged is not None:
+            staged.discard()
         elif isinstance(folder, RemotePath):
             atomic.discard(folder)
         raise
@@ -280,8 +283,8 @@ def _write_weights(
 
 # ------------------------------------------------------------------------------------------- DCP
 
-# Other entries go into `meta.pt` as they are.
-_HELD_BY_NAME = {
+# All other entries are stored in `meta.pt` unchanged.
+_TENSOR_ENTRIES = {
     "averaging_state",
     "current_model_state",
     "lightning_zero_masters",
@@ -294,7 +297,7 @@ def _write_dcp(checkpoint: Mapping[str, Any], path: CheckpointPath, progress: Pr
     sources: dict[object, str] = {}
     content = {
         key: _as_shards(flatten_composites(value), sources, progress)
-        if key in _HELD_BY_NAME
+        if key in _TENSOR_ENTRIES
         else value
         for key, value in checkpoint.items()
     }
@@ -302,7 +305,7 @@ def _write_dcp(checkpoint: Mapping[str, Any], path: CheckpointPath, progress: Pr
 
 
 def _as_shards(tree: Any, sources: dict[object, str], progress: Progress) -> Any:
-    """Tensors in dicts and lists as shards that are all of it, by what they share."""
+    """Replaces tensors in dicts and lists by shards that cover them; tied ones share a source."""
     if isinstance(tree, Mapping):
         return {key: _as_shards(value, sources, progress) for key, value in tree.items()}
     if isinstance(tree, list):

@@ -1,12 +1,13 @@
-"""Weights as Hugging Face lays them out: one `.safetensors` file, or several with an index.
+"""Weights in Hugging Face's layout: one `.safetensors` file, or several with an index.
 
-[Note: Safetensors] A file is 8 bytes with the length of the header, the header (JSON: dtype, shape
-and place of each tensor), and the tensors' bytes without gaps. The library that reads them writes
-from memory; here a tensor is read when its bytes are due. Of tied weights, which the format cannot
-say, the first name is stored, and the header's metadata maps every other name to it, as
+[Note: Safetensors] A file has 8 bytes with the length of the header, the header (JSON: dtype, shape
+and offsets of each tensor), and the tensors' bytes without gaps. The library safetensors writes
+from memory; this module reads a tensor only when its bytes are written. The format does not support
+tied weights: the first name is stored, and the header's metadata maps every other name to it, as
 `safetensors.torch.save_model` does.
 
-The index is a JSON file beside them which says what is where, `{"weight_map": {name: file}}`.
+The index is a JSON file in the same folder that maps names to files,
+`{"weight_map": {name: file}}`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ __all__ = [
 ]
 
 INDEX = "model.safetensors.index.json"
-# In the order of preference: repositories often hold the same weights twice. Beside the file that
-# holds all of them others may lie (training_args.bin).
+# In the order of preference: repositories often have the same weights in both formats. The folder
+# may have further files (training_args.bin).
 _SINGLE_FILES = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 _DTYPES = {
     torch.float64: "F64",
@@ -72,13 +73,13 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 def write_safetensors(
     path: CheckpointPath, tensors: Mapping[str, Tensor], tied: Mapping[str, str], progress: Progress
 ) -> None:
-    """Writes one file, whole or not at all. `tied`: further names of these tensors, and of which.
+    """Writes one file atomically. `tied` maps further names of these tensors to their first names.
 
     Raises:
-        ValueError: A dtype that the format does not have.
+        ValueError: The format does not support the dtype of a tensor.
         OSError: See `atomic_write`.
     """
-    # The widest elements first, so that every tensor is aligned to its own.
+    # The largest elements first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(ordered, tied)
     total = len(header) + sum(tensor.nbytes for _, tensor in ordered)
@@ -90,7 +91,7 @@ def write_safetensors(
 
 
 def split_by_size(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by file name, in their order; none larger than `max_bytes` but for one tensor."""
+    """Tensors by file name, in order; a file exceeds `max_bytes` only if it has a single tensor."""
     files: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -102,22 +103,22 @@ def split_by_size(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, di
     if len(files) == 1:
         return {_SINGLE_FILES[".safetensors"]: files[0]}
     return {
-        f"model-{number:05d}-of-{len(files):05d}.safetensors": held
-        for number, held in enumerate(files, start=1)
+        f"model-{number:05d}-of-{len(files):05d}.safetensors": file_tensors
+        for number, file_tensors in enumerate(files, start=1)
     }
 
 
 def write_index(
     path: CheckpointPath, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
 ) -> None:
-    """Writes the index: which name is in which file; and in its metadata, what tied names mean."""
-    place = {name: file for file, held in files.items() for name in held}
+    """Writes the index: the file of every name, and in its metadata the tied names."""
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
     metadata: dict[str, object] = {
-        "total_size": sum(tensor.nbytes for held in files.values() for tensor in held.values())
+        "total_size": sum(t.nbytes for tensors in files.values() for t in tensors.values())
     }
     if tied:
         metadata["tied"] = dict(tied)
-    index = {"metadata": metadata, "weight_map": place}
+    index = {"metadata": metadata, "weight_map": weight_map}
     text = (json.dumps(index, indent=2) + "\n").encode()
     with atomic_write(path, len(text)) as file:
         file.write(text)
@@ -129,7 +130,7 @@ def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> b
     for name, tensor in ordered:
         if tensor.dtype not in _DTYPES:
             raise ValueError(
-                f"{name} is {tensor.dtype}, which safetensors does not have; use --dtype, or "
+                f"{name} is {tensor.dtype}, which safetensors does not support; use --dtype, or "
                 "--format ckpt or dcp."
             )
         stop = offset + tensor.nbytes
@@ -146,24 +147,24 @@ def has_weights(path: CheckpointPath) -> bool:
 
 
 def open_directory(path: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Tensor]:
-    """The state dict of a directory of `*.safetensors` or `*.bin`."""
-    found = _found(path)
+    """Opens a directory of `*.safetensors` or `*.bin` as a state dict."""
+    found = _find_weights(path)
     if found.name.endswith(".index.json"):
         return _open_indexed(path, found, weights_only)
     return _open_file(found, weights_only)
 
 
 def files_with_checksums(path: CheckpointPath) -> list[CheckpointPath]:
-    """The files that `open_directory` opens and whose records have checksums."""
-    found = _found(path)
+    """Files that `open_directory` opens and whose records have checksums."""
+    found = _find_weights(path)
     names = {found.name}
     if found.name.endswith(".index.json"):
         names = set(_read_index(found)[0].values())
     return [path / name for name in sorted(names) if not name.endswith(".safetensors")]
 
 
-def _found(path: CheckpointPath) -> CheckpointPath:
-    """The index or the file of the weights in a directory."""
+def _find_weights(path: CheckpointPath) -> CheckpointPath:
+    """The index, or the single file of weights, in a directory."""
     for suffix, single_file in _SINGLE_FILES.items():
         indices: list[CheckpointPath] = sorted(path.glob(f"*{suffix}.index.json"), key=str)
         files: list[CheckpointPath] = sorted(path.glob(f"*{suffix}"), key=str)
@@ -174,21 +175,22 @@ def _found(path: CheckpointPath) -> CheckpointPath:
         if indices or len(files) > 1:
             names = ", ".join(file.name for file in indices or files)
             raise ValueError(
-                f"{path} holds {names}, and nothing says which to take; give "
-                "the path of one file, or leave one *.index.json there."
+                f"{path} holds {names}, and it is not clear which to load; pass the path of one "
+                "file, or keep one *.index.json only."
             )
         if files:
             return files[0]
-    raise ValueError(f"{path} holds neither {' nor '.join(f'*{s}' for s in _SINGLE_FILES)}.")
+    patterns = " nor ".join(f"*{suffix}" for suffix in _SINGLE_FILES)
+    raise ValueError(f"{path} has neither {patterns}.")
 
 
 def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:
-    """The tensors of one file, mapped into memory, or read when they are used if it is remote."""
+    """Tensors of one file, mapped into memory; those of a remote file are read when used."""
     if isinstance(path, RemotePath):
         return _open_remote(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no dict
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
             return _with_tied(tensors, file.metadata() or {})
     except SafetensorError as error:
         raise ValueError(
@@ -204,7 +206,7 @@ def _open_remote(path: RemotePath) -> dict[str, Tensor]:
         header = json.loads(path.pread(min(length, size), 8))
         metadata = header.pop("__metadata__", {})
         tensors: dict[str, Tensor] = {
-            name: _stored(path, 8 + length, entry) for name, entry in header.items()
+            name: _lazy_tensor(path, 8 + length, entry) for name, entry in header.items()
         }
         ends = [entry["data_offsets"][1] for entry in header.values()]
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -214,11 +216,12 @@ def _open_remote(path: RemotePath) -> dict[str, Tensor]:
     return _with_tied(tensors, metadata)
 
 
-def _stored(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
+def _lazy_tensor(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
     dtype = _TORCH_DTYPES[entry["dtype"]]
     first = origin + entry["data_offsets"][0]
     if math.prod(entry["shape"]) * dtype.itemsize != origin + entry["data_offsets"][1] - first:
-        raise ValueError(f"a tensor of shape {entry['shape']} has other bytes")
+        nbytes = entry["data_offsets"][1] - entry["data_offsets"][0]
+        raise ValueError(f"a {entry['dtype']} tensor of shape {entry['shape']} has {nbytes} bytes")
     like = torch.empty(entry["shape"], dtype=dtype, device="meta")
     return LazyTensor.of(like.shape, dtype, partial(read_elements, path, first, like))
 
@@ -228,12 +231,12 @@ def _open_file(path: CheckpointPath, weights_only: bool | None) -> dict[str, Ten
         return open_safetensors(path)
     content = open_torch_file(path, weights_only=weights_only)
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict.")
+        raise ValueError(f"{path} contains a {type(content).__name__}, expected a state dict.")
     return content
 
 
 def _read_index(index: CheckpointPath) -> tuple[dict[str, str], dict[str, str]]:
-    """The file of every name, and what tied names mean."""
+    """The file of every name, and the tied names."""
     try:
         content = json.loads(index.read_text())
         weight_map = {str(k): check_inside(v) for k, v in content["weight_map"].items()}
@@ -241,8 +244,8 @@ def _read_index(index: CheckpointPath) -> tuple[dict[str, str], dict[str, str]]:
         return weight_map, tied
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{index} is no index of weights: expected JSON with a dict 'weight_map' of names to "
-            f"files, got {type(error).__name__}: {printable(str(error))}."
+            f"{index} is not an index of weights: expected JSON with a dict 'weight_map' of names "
+            f"to files, got {type(error).__name__}: {printable(str(error))}."
         ) from error
 
 
@@ -258,16 +261,16 @@ def _open_indexed(
             "missing; copy or download the directory again."
         )
     opened: dict[str, Any] = {name: _open_file(folder / name, weights_only) for name in names}
-    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in opened[file]]
-    if lost:
+    missing = [f"{name} in {file}" for name, file in weight_map.items() if name not in opened[file]]
+    if missing:
         raise ValueError(
-            f"{index} names weights that their files do not hold: {printable(', '.join(lost))}; "
+            f"{index} names weights that are not in their files: {printable(', '.join(missing))}; "
             "copy or download the directory again."
         )
     return _with_tied({name: opened[file][name] for name, file in weight_map.items()}, tied)
 
 
 def _with_tied(tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
-    """Adds the names of tied weights, which are stored once: `{other name: name in the file}`."""
+    """Adds tied weights under their further names; `metadata` maps those to names in the file."""
     tied = {o: name for o, name in metadata.items() if name in tensors and o not in tensors}
     return {**tensors, **{other: tensors[name] for other, name in tied.items()}}

@@ -1,16 +1,16 @@
-"""Whole tensors of a checkpoint into a module and its optimizers: each rank reads its own elements.
+"""Loads full tensors of a checkpoint into a module and its optimizers; ranks read their elements.
 
-An optimizer's state may come by number, as torch's optimizers save it, or by parameter name,
-`{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`: so FSDP2's and sharded
-checkpoints have it, and so it comes from other systems, whose groups may be others.
+An optimizer's state may be by number, as torch's optimizers save it, or by parameter name,
+`{"state": {name: {...}}, "param_groups": [{"params": [name, ...], ...}]}`. FSDP2's and sharded
+checkpoints have names; so do those of other systems, whose parameter groups may differ.
 
 [Note: Loading without copying] `Module.load_state_dict` is more than a copy: hooks rename entries,
-modules keep to older versions, errors are collected. So it runs as it is, and only its copies are
-taken down instead of carried out. Where it raises, nothing has been changed yet. Where it does not,
-buffers are copied whole, and a bucket takes this rank's elements of its parameters, straight into
-the master. The exception is a module with loading code of its own (`_load_from_state_dict` or
-`load_state_dict` overridden, a hook for after loading), which may look at what was loaded: its
-parameters are gathered and loaded at once, those of other modules are not.
+modules support older versions, errors are collected. It therefore runs unchanged, but its copies
+are recorded instead of executed. If it raises, nothing has changed yet. Otherwise buffers are
+copied entirely, and each bucket reads this rank's elements of its parameters directly into the
+masters. The exception are modules with custom loading code (an overridden `_load_from_state_dict`
+or `load_state_dict`, or a hook after loading), which may read the loaded values: their parameters
+are unsharded and loaded at once, those of other modules are not.
 """
 
 from __future__ import annotations
@@ -55,25 +55,26 @@ def load_weights(
     weights_only: bool | None = None,
     verify: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Loads the weights of a checkpoint of any format into a module, held by an engine or not.
+    """Loads the weights of a checkpoint of any format into a module, with or without an engine.
 
-    Collective where an engine holds the module: every rank. Each reads its own part of the file.
-    What is on the meta device is read when the engine takes the module over, each rank its part.
+    Collective if an engine holds the module: every rank. Each rank reads its own part of the file.
+    Values for tensors on the meta device are read when an engine wraps the module, by each rank its
+    part.
 
     Args:
-        module: A `LightningModule`, or the part of one that the names in the checkpoint begin with.
-        path: See `open_checkpoint` for what is accepted.
-        strict: Names that are missing or unexpected are an error, as for `load_state_dict`.
+        module: A `LightningModule`, or the submodule of one at which the checkpoint's names start.
+        path: Path or address of the checkpoint; for the formats see `open_checkpoint`.
+        strict: Missing or unexpected names are an error, as for `load_state_dict`.
         weights_only: As for `torch.load`.
-        verify: Compare the file with its checksums, where it has any: all of it is read for
-            that, by the ranks together where an engine holds the module.
+        verify: Compare the file with its checksums, if it has any. This reads all of the file; if
+            an engine holds the module, the ranks share the work.
 
     Returns:
-        The missing and the unexpected names.
+        The missing names and the unexpected names.
 
     Raises:
-        RuntimeError: Names or shapes do not match; nothing has been changed.
-        ValueError: The file is damaged; nothing has been changed.
+        RuntimeError: Names or shapes do not match; the module is unchanged.
+        ValueError: The file is damaged; the module is unchanged.
         FileNotFoundError, ValueError: See `open_checkpoint`.
     """
     if verify:
@@ -87,11 +88,11 @@ def load_weights(
 
 
 def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    # Which parameters are in parts while a module is built may differ by rank.
-    held = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
-    held = [p for p in held if not is_dropped(p)]
-    if held:
-        comm = bucket_of(placement_of(held[0])).comm
+    # The parameters that are built shard by shard may differ between ranks.
+    sharded = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
+    sharded = [p for p in sharded if not is_dropped(p)]
+    if sharded:
+        comm = bucket_of(placement_of(sharded[0])).comm
         raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
     else:
         raise_damage(path, find_damage(path))
@@ -104,35 +105,40 @@ def load_module(
     strict: bool = True,
     awaited: dict[str, Tensor] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """`module.load_state_dict`, of which each rank reads its own elements; masters follow.
+    """Like `module.load_state_dict`, but each rank reads its own elements, into the masters, too.
 
-    See [Note: Loading without copying]. Of tied weights, one name in the state dict is enough.
+    See [Note: Loading without copying]. For tied weights, one name in the state dict is enough.
 
-    Collective where an engine holds the module: the same on every rank. Beside the shards it takes
-    the memory of one tensor's part, and of the buckets of modules with loading code of their own.
+    Collective if an engine holds the module: every rank, with the same arguments. Besides the
+    shards it needs memory for this rank's part of one tensor, and for the buckets of modules with
+    custom loading code.
 
-    `awaited` gets, by name, what is meant for parameters and buffers on the meta device, for
-    `set_pending_values`; without it those are an error.
+    Args:
+        module: Module to be loaded.
+        state_dict: Full tensors by name; they may be `LazyTensor`s.
+        strict: Missing or unexpected names are an error.
+        awaited: Receives, by name, the values for parameters and buffers on the meta device, for
+            `set_pending_values`. None: tensors on the meta device are an error.
 
     Returns:
-        The missing and the unexpected names.
+        The missing names and the unexpected names.
 
     Raises:
-        RuntimeError: All missing and unexpected names, if strict, and all wrong shapes.
-        ValueError: Parameters or buffers on the meta device.
+        RuntimeError: Names are missing or unexpected, if strict, or shapes are wrong; lists all.
+        ValueError: A parameter or buffer is on the meta device, and `awaited` is None.
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
-    # What is being built has no memory for all of its values either.
-    in_parts = {t for t in names if isinstance(t, nn.Parameter) and partial_of(t) is not None}
+    # A parameter that is built shard by shard has no memory for all of its values either.
+    partly_built = {t for t in names if isinstance(t, nn.Parameter) and partial_of(t) is not None}
     everything = {**names, **buffers}
-    on_meta = {t: name for t, name in everything.items() if t.is_meta or t in in_parts}
+    on_meta = {t: name for t, name in everything.items() if t.is_meta or t in partly_built}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     custom = _with_custom_loading(module)
-    held = [tensor for tensor in custom if isinstance(tensor, nn.Parameter)]
+    custom_params = [tensor for tensor in custom if isinstance(tensor, nn.Parameter)]
     recorder = _CopyRecorder({*names, *buffers} - custom.keys() | set(on_meta))
-    with gathered(held, writeback=True), recorder, warnings.catch_warnings():
+    with gathered(custom_params, writeback=True), recorder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*copying from a non-meta parameter")  # see `awaited`
         entries = _with_ties(module, with_compiled_names(module, state_dict))
         result = _load(module, entries, strict=strict)
@@ -141,25 +147,27 @@ def load_module(
         if tensor in sources and awaited is not None:
             awaited[name] = sources.pop(tensor)
         elif tensor in names and name not in result.missing_keys:
-            raise _no_memory(name)  # code of its own has written it, to nowhere
+            raise _no_memory(name)  # custom loading code has written to it, without effect
     _copy_sources(sources)
     return list(result.missing_keys), list(result.unexpected_keys)
 
 
 def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any:
-    """`module.load_state_dict`, which also knows entries that a module saves and does not load.
+    """Calls `module.load_state_dict`, and loads entries that modules save but do not load.
 
-    bitsandbytes' 4-bit layers save the scales of their codes beside them, and leave it to others to
-    load them: here they are copied into the tensors that the module would save.
+    bitsandbytes' 4-bit layers save the scales of their codes as extra entries and do not load them:
+    here they are copied into the tensors that the module would save.
     """
-    tensors = (module.named_parameters, module.named_buffers)
-    named = {name for of_kind in tensors for name, _ in of_kind(remove_duplicate=False)}
-    beside = (entries.keys() - named) and entries.keys() & _extra_tensors(module).keys()
-    if not beside:
+    iterators = (module.named_parameters, module.named_buffers)
+    named = {name for iterator in iterators for name, _ in iterator(remove_duplicate=False)}
+    extra: set[str] = set()
+    if entries.keys() - named:
+        extra = entries.keys() & _extra_tensors(module).keys()
+    if not extra:
         return module.load_state_dict(entries, strict=strict)
     result: Any = module.load_state_dict(entries, strict=False)
-    own = [name for name in result.unexpected_keys if name in beside]
-    result.unexpected_keys[:] = [name for name in result.unexpected_keys if name not in beside]
+    own = [name for name in result.unexpected_keys if name in extra]
+    result.unexpected_keys[:] = [name for name in result.unexpected_keys if name not in extra]
     if strict:
         _check_keys(module, result)
     saved = _extra_tensors(module)
@@ -167,7 +175,7 @@ def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any
         for name in own:
             if saved[name].shape == entries[name].shape:
                 saved[name].copy_(entries[name])
-    saved = _extra_tensors(module)  # what is made for saving has other values still
+    saved = _extra_tensors(module)  # tensors that are computed for saving did not take the copy
     result.unexpected_keys.extend(
         name for name in own if not torch.equal(saved[name].cpu(), entries[name].cpu())
     )
@@ -177,7 +185,7 @@ def _load(module: nn.Module, entries: Mapping[str, Any], *, strict: bool) -> Any
 
 
 def _check_keys(module: nn.Module, result: Any) -> None:
-    """Raises as `Module.load_state_dict` does where it is strict."""
+    """Raises the error of a strict `Module.load_state_dict`."""
     keys_of = {"Missing": result.missing_keys, "Unexpected": result.unexpected_keys}
     errors = [
         f"{kind} key(s) in state_dict: {', '.join(map(repr, keys))}. "
@@ -192,7 +200,7 @@ def _check_keys(module: nn.Module, result: Any) -> None:
 
 
 def _extra_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Tensors that modules with saving code of their own save beside parameters and buffers."""
+    """Tensors that modules with custom saving code save in addition to parameters and buffers."""
     saved: dict[str, Tensor] = {}
     for prefix, part in module.named_modules():
         if _is_overridden(part._save_to_state_dict):
@@ -214,7 +222,7 @@ def _no_memory(name: str) -> ValueError:
 
 
 def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
-    """Puts back what `narrow_masters` took. Collective: the same on every rank."""
+    """Loads the result of `narrow_masters`. Collective: every rank, with the same values."""
     for bucket in engine.buckets:
         slots = enumerate(bucket.plan.layout.slots)
         values = {index: masters[slot.name] for index, slot in slots if slot.name in masters}
@@ -223,7 +231,7 @@ def load_masters(engine: Engine, masters: Mapping[str, Tensor]) -> None:
 
 
 def _copy_sources(sources: Mapping[Tensor, Tensor]) -> None:
-    """Copies each source into its target: a shard of a bucket, or a tensor that no engine holds."""
+    """Copies each source into its target: a shard of a bucket, or a tensor without an engine."""
     buckets: dict[Bucket, dict[int, Tensor]] = {}
     for target, source in sources.items():
         if has_placement(target):
@@ -237,11 +245,11 @@ def _copy_sources(sources: Mapping[Tensor, Tensor]) -> None:
 
 
 class _CopyRecorder(TorchFunctionMode):
-    """Takes down copies into certain tensors instead of making them."""
+    """Records copies into certain tensors instead of executing them."""
 
     def __init__(self, targets: Iterable[Tensor]) -> None:
         super().__init__()
-        self.sources: dict[Tensor, Tensor] = {}  # by target, in the order of the first copy
+        self.sources: dict[Tensor, Tensor] = {}  # by target, in the order of the first copies
         self._targets = set(targets)
 
     def __torch_function__(
@@ -258,27 +266,24 @@ class _CopyRecorder(TorchFunctionMode):
 
 
 def _with_custom_loading(module: nn.Module) -> dict[Tensor, None]:
-    """Parameters and buffers of modules with loading code of their own, and of those inside.
-
-    In an order that is the same on every rank.
-    """
+    """Parameters and buffers of modules with custom loading code, equally ordered on all ranks."""
     if _is_overridden(module.load_state_dict):
         return dict.fromkeys((*module.parameters(), *module.buffers()))
-    looking = [
+    custom = [
         part
         for part in module.modules()
         if part._load_state_dict_post_hooks or _is_overridden(part._load_from_state_dict)
     ]
-    return {t: None for part in looking for t in (*part.parameters(), *part.buffers())}
+    return {t: None for part in custom for t in (*part.parameters(), *part.buffers())}
 
 
 def _is_overridden(method: Any) -> bool:
-    """Whether a method is not torch's own: torch's modules keep to what a state dict holds."""
+    """Whether a method is not torch's own; torch's modules load exactly their state dict."""
     return not str(getattr(method, "__module__", "")).startswith("torch.")
 
 
 def _with_ties(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state dict with an entry for every name of a tied parameter that has one for any."""
+    """Adds an entry for every name of a tied parameter if the state dict has one of its names."""
     names_of: dict[nn.Parameter, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(parameter, []).append(name)
@@ -298,10 +303,10 @@ def _with_ties(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str,
 
 
 def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads a saved optimizer state of whole tensors, by number or by name, or changes nothing.
+    """Loads a saved optimizer state of full tensors, by number or by name.
 
     Raises:
-        ValueError: It does not fit the optimizer.
+        ValueError: The state does not fit the optimizer, which is unchanged.
     """
     keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if any(isinstance(key, str) for key in keys):
@@ -310,7 +315,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any
 
 
 def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same state with the numbers and the groups of `optimizer`."""
+    """The same state, with the numbers and parameter groups of `optimizer`."""
     named = module.named_parameters(remove_duplicate=False)
     own = {saved_name(name): parameter for name, parameter in named}
     group_of = {
@@ -338,12 +343,12 @@ def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
 
 
 def _one_group(index: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The options that all of these groups have in common with each other, params aside."""
+    """The options of these groups, without params; they must be the same in all groups."""
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     if any(other != options[0] for other in options[1:]):
         raise ValueError(
-            f"the optimizer's group {index} was several groups with different options when it was "
-            "saved; resume with the groups that were saved."
+            f"parameters of the optimizer's group {index} were saved in several groups with "
+            "different options; resume with the groups that were saved."
         )
     return options[0] if options else {}
 
@@ -353,19 +358,19 @@ def _check_names(
     owner_of: Mapping[str, nn.Parameter | None],
     group_of: Mapping[nn.Parameter | None, Any],
 ) -> None:
-    mine = {p for group in optimizer.param_groups for p in group["params"]}
-    absent = [
-        placement_of(p).name for p in mine if p.requires_grad and owner_of and p not in group_of
+    own = {p for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        placement_of(p).name for p in own if p.requires_grad and owner_of and p not in group_of
     ]
-    foreign = [name for name, parameter in owner_of.items() if parameter not in mine]
-    parts = []
-    if absent:
-        parts.append(f"no state for {', '.join(sorted(absent))}")
-    if foreign:
-        parts.append(f"states for {', '.join(foreign)}, which the optimizer does not have")
-    if parts:
+    unexpected = [name for name, parameter in owner_of.items() if parameter not in own]
+    problems = []
+    if missing:
+        problems.append(f"no state for {', '.join(sorted(missing))}")
+    if unexpected:
+        problems.append(f"states for {', '.join(unexpected)}, which the optimizer does not have")
+    if problems:
         raise ValueError(
             f"the checkpoint's state does not fit {type(optimizer).__name__}: it has "
-            f"{' and '.join(parts)}. Resume with the model and the optimizer that were saved, or "
-            "load the weights alone: lightning_zero.load_weights(module, path)."
+            f"{' and '.join(problems)}. Resume with the model and the optimizer that were saved, "
+            "or load the weights only: lightning_zero.load_weights(module, path)."
         )

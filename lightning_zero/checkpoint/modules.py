@@ -1,8 +1,8 @@
-"""Modules among what is saved: `save_hyperparameters()` with a module as an argument.
+"""Saves modules among the hyperparameters: `save_hyperparameters()` with a module as an argument.
 
-Lightning puts the arguments themselves into a checkpoint, and rank 0 alone writes it, while every
-rank holds a part of the module. So what is found there is gathered before, and rank 0 writes a copy
-in which parameters are plain and full, as they would be without sharding.
+Lightning puts the arguments themselves into a checkpoint, which rank 0 writes, while every rank
+holds a shard of the module. Modules in a checkpoint are therefore unsharded first, and rank 0
+writes a copy with plain, full parameters, as they would be without sharding.
 """
 
 from __future__ import annotations
@@ -21,32 +21,33 @@ from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = ["replace_sharded_parameters"]
 
-_OWN_FORM = {"state_dict", "optimizer_states"}  # they have none, and are large
+_SKIPPED_KEYS = {"state_dict", "optimizer_states"}  # large, and without modules
 
 
 def replace_sharded_parameters(checkpoint: dict[str, Any], engine: Engine) -> None:
-    """Replaces entries with held parameters by copies with plain ones, on rank 0. Collective.
+    """Replaces entries with sharded parameters by copies with plain ones, on rank 0.
 
-    Other ranks keep theirs. Values that the state dict has too are in the file once.
+    Collective: every rank. Other ranks keep their entries. Values that the state dict has, too, are
+    stored once.
     """
-    found = {key: _find(value) for key, value in checkpoint.items() if key not in _OWN_FORM}
+    found = {key: _find(value) for key, value in checkpoint.items() if key not in _SKIPPED_KEYS}
     slots = _slots_of(engine)
     wanted = [slots[p] for one in found.values() for p in one.parameters if p in slots]
-    everyone = engine.comm.control.gather_objects(sorted({*wanted}))
-    if not everyone[0]:
+    wanted_by_rank = engine.comm.control.gather_objects(sorted({*wanted}))
+    if not wanted_by_rank[0]:
         return
     named = checkpoint.get("state_dict", {})
-    plain = _gather(everyone[0], engine, named if isinstance(named, Mapping) else {})
-    for sharded in [one for held in found.values() for one in held.sharded]:
+    plain = _unshard(wanted_by_rank[0], engine, named if isinstance(named, Mapping) else {})
+    for sharded in [one for finder in found.values() for one in finder.sharded]:
         plain[id(sharded)] = sharded.full_tensor().cpu()
     if engine.comm.rank == 0:
-        for key, held in found.items():
-            if held.sharded or any(p in slots for p in held.parameters):
+        for key, finder in found.items():
+            if finder.sharded or any(p in slots for p in finder.parameters):
                 checkpoint[key] = copy.deepcopy(checkpoint[key], dict(plain))
 
 
-class _Held(pickle.Pickler):
-    """Finds parameters and sharded tensors wherever a pickle would have them."""
+class _TensorFinder(pickle.Pickler):
+    """Finds parameters and sharded tensors anywhere in an object, by pickling it."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO())
@@ -62,20 +63,20 @@ class _Held(pickle.Pickler):
             self.sharded.append(value)
         elif not isinstance(value, Tensor):
             return None
-        return "found"  # nothing of it is pickled
+        return "found"  # do not pickle it
 
 
-def _find(value: Any) -> _Held:
-    held = _Held()
+def _find(value: Any) -> _TensorFinder:
+    finder = _TensorFinder()
     try:
-        held.dump(value)
-    except Exception:  # writing the checkpoint raises it
-        return held
-    return held
+        finder.dump(value)
+    except Exception:  # writing the checkpoint raises it again
+        return finder
+    return finder
 
 
 def _slots_of(engine: Engine) -> dict[nn.Parameter, tuple[int, int]]:
-    """The number of the bucket, and the slot there, of all parameters that the engine holds."""
+    """Numbers of bucket and slot of every parameter that the engine holds."""
     buckets = [*engine.buckets, *engine.average_buckets]
     return {
         parameter: (number, index)
@@ -84,10 +85,10 @@ def _slots_of(engine: Engine) -> dict[nn.Parameter, tuple[int, int]]:
     }
 
 
-def _gather(
+def _unshard(
     wanted: list[tuple[int, int]], engine: Engine, state_dict: Mapping[str, Any]
 ) -> dict[int, Any]:
-    """By the id of a parameter, a plain copy of it; on rank 0. Collective."""
+    """Plain copies of parameters on rank 0, by the id of the parameter. Collective: every rank."""
     buckets = [*engine.buckets, *engine.average_buckets]
     plain: dict[int, Any] = {}
     for number in sorted({number for number, _ in wanted}):
@@ -106,7 +107,7 @@ def _gather(
 
 
 def _has_values(saved: Any, bucket: Bucket, index: int) -> bool:
-    """Whether an entry of a state dict, under the name of slot `index`, has its values."""
+    """Whether `saved`, the state dict's entry for slot `index`, is its full tensor on the CPU."""
     if type(saved) is not Tensor or saved.device.type != "cpu":
         return False
     shape, dtype = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]

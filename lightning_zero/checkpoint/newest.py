@@ -1,4 +1,4 @@
-"""The checkpoint of a folder from which training goes on."""
+"""Finds the newest checkpoint in a folder, to resume training from it."""
 
 from __future__ import annotations
 
@@ -19,31 +19,30 @@ __all__ = ["newest_checkpoint", "newest_of"]
 def newest_checkpoint(
     folder: str | os.PathLike[str], *, weights_only: bool | None = None
 ) -> Path | None:
-    """The complete checkpoint of the highest step in a folder, to be given as `ckpt_path`. Local.
+    """Finds the complete checkpoint with the highest step in a folder, for `ckpt_path`. Local.
 
-    Full and sharded checkpoints of any name count, by the `global_step` in them and, of one step,
-    by the time when they were written. What holds weights alone does not count, nor do folders in
-    the folder that are no checkpoints. A file or directory that is cut off or of which a part is
-    missing is left out, with a warning; checksums are compared when the checkpoint is loaded. After
-    going back to an earlier step on purpose, move the later checkpoints away, or use
-    `ckpt_path="last"`, which goes by time.
+    Considers full and sharded checkpoints of any name, by their `global_step` and, for the same
+    step, by the time of their last write. Ignores files with weights only and other folders. A
+    truncated or incomplete checkpoint is ignored with a warning; checksums are only verified when
+    the checkpoint is loaded. To resume from an earlier step, move later checkpoints away, or use
+    `ckpt_path="last"`, which depends on the time.
 
     Args:
-        folder: On a local or mounted file system.
+        folder: Path on a local or mounted file system.
         weights_only: As for `open_checkpoint`.
 
     Returns:
-        None where there is no checkpoint, or no folder.
+        Path of the checkpoint; None if there is no checkpoint or no folder.
 
     Raises:
-        ValueError: An address of remote storage.
-        pickle.UnpicklingError: A checkpoint holds classes that `weights_only` refuses.
+        ValueError: `folder` is an address of remote storage.
+        pickle.UnpicklingError: A checkpoint contains classes that `weights_only` refuses.
     """
     return newest_of([local_path(folder)], weights_only=weights_only)
 
 
 def newest_of(folders: Iterable[Path], *, weights_only: bool | None = None) -> Path | None:
-    """As `newest_checkpoint`, of several folders."""
+    """Like `newest_checkpoint`, for several folders."""
     found: list[tuple[int, int, Path]] = []
     for folder in folders:
         recover_all(folder)
@@ -55,7 +54,7 @@ def newest_of(folders: Iterable[Path], *, weights_only: bool | None = None) -> P
 
 
 def _age(path: Path, weights_only: bool | None) -> tuple[int, int] | None:
-    """Step, and time of the last write in ns; None where training cannot go on from `path`."""
+    """Step, and time of the last write in ns; None if training cannot resume from `path`."""
     try:
         if not (is_sharded(path) if path.is_dir() else _may_be_file(path)):
             return None
@@ -63,7 +62,7 @@ def _age(path: Path, weights_only: bool | None) -> tuple[int, int] | None:
         file = path / METADATA if path.is_dir() else path
         written_ns = file.stat().st_mtime_ns
     except (OSError, ValueError) as error:
-        warnings.warn(f"{path} is left out, as it is not complete: {error}", stacklevel=4)
+        warnings.warn(f"{path} is ignored because it is not complete: {error}", stacklevel=4)
         return None
     step = checkpoint.get("global_step")
     if not isinstance(step, int) or "lr_schedulers" not in checkpoint:

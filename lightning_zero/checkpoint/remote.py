@@ -1,19 +1,20 @@
 """Checkpoints at addresses of remote storage, such as `s3://bucket/run/last.ckpt`, through fsspec.
 
-[Note: Whole or not there, remotely] Object stores rename nothing, but a file is there only when all
-of it has been sent. A checkpoint that is one file therefore replaces the one before by itself. A
-sharded one has the files of each save in a folder of their own, and one file that names them, which
-is written last:
+[Note: Atomic replacement on remote storage] Object stores cannot rename, but a file appears only
+when it has been sent completely. A full checkpoint, which is one file, therefore replaces its
+predecessor atomically. A sharded checkpoint has one folder for the files of each save, and a file
+that names them and is written last:
 
-    NAME/save-1c9be0d2/__0_0.distcp   what rank 0 wrote, and so on for each rank
-    NAME/save-1c9be0d2/meta.pt        the rest
-    NAME/.metadata                    where everything is: whoever reads it sees one save or another
-    NAME/meta.pt                      the rest once more, where others look for it
+    NAME/save-1c9be0d2/__0_0.distcp   file of rank 0, and so on for each rank
+    NAME/save-1c9be0d2/meta.pt        all other entries
+    NAME/.metadata                    index of the files; its readers see one save or the other
+    NAME/meta.pt                      a copy of the other entries, for other readers
 
-What a save before has left goes when the next one is complete.
+The files of a previous save are deleted when the next one is complete.
 
-[Note: Reading remotely] Nothing is downloaded as a whole: a reader asks for ranges of bytes. Large
-ones come in pieces, several at a time; small ones out of blocks, of which the last few are kept.
+[Note: Reading remotely] No file is downloaded completely: a reader requests ranges of bytes. Large
+ranges are fetched in pieces, several at a time; small ranges come from blocks, of which the last
+few are cached.
 """
 
 from __future__ import annotations
@@ -33,37 +34,37 @@ from fsspec.utils import get_protocol
 __all__ = ["ByteRange", "Pread", "RemotePath", "check_shared", "is_remote"]
 
 _LOCAL = {"file", "local"}
-_OF_ONE_PROCESS = {"memory"}
-_PATTERN = set("*?[")
+_PER_PROCESS = {"memory"}
+_WILDCARDS = set("*?[")
 _BLOCK_BYTES = 128 * 1024
-_NUM_BLOCKS = 4  # kept for each file
+_NUM_BLOCKS = 4  # cached for each file
 _PIECE_BYTES = 8 * 1024**2
-_NUM_PIECES = 8  # asked for at once
-_MAX_UPLOADS = 1000  # in which a file is sent; stores allow ten thousand
+_NUM_PIECES = 8  # requested at the same time
+_MAX_UPLOADS = 1000  # parts in which a file is sent; stores allow ten thousand
 
-# Given size and offset; less at the end of the file, as `os.pread`.
+# Called with size and offset; returns fewer bytes at the end of the file, like `os.pread`.
 Pread = Callable[[int, int], bytes | bytearray]
 
 
 def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether it is an address of another file system than the local or a mounted one."""
+    """Whether `path` is an address on neither the local nor a mounted file system."""
     return get_protocol(os.fspath(path)) not in _LOCAL
 
 
 def check_shared(path: str | os.PathLike[str], world_size: int) -> None:
-    """Refuses storage of which each rank has its own, and what cannot be reached at all. Local.
+    """Refuses storage that ranks do not share, and storage that cannot be used at all. Local.
 
     Raises:
-        ValueError: `memory://`, with several ranks.
+        ValueError: The address is `memory://`, and there are several ranks.
         ImportError: A package is missing that fsspec needs for the address.
     """
     if not is_remote(path):
         return
     RemotePath(os.fspath(path))
-    if get_protocol(os.fspath(path)) in _OF_ONE_PROCESS and world_size > 1:
+    if get_protocol(os.fspath(path)) in _PER_PROCESS and world_size > 1:
         raise ValueError(
-            f"{path} is in the memory of one process, and each of {world_size} ranks is a process "
-            "of its own; use storage that all ranks share, such as s3://, or a path."
+            f"{path} is in the memory of one process, but {world_size} ranks are separate "
+            "processes; use storage that all ranks share, such as s3://, or a path."
         )
 
 
@@ -72,11 +73,11 @@ class _Status(NamedTuple):
 
 
 class RemotePath:
-    """What readers and writers of checkpoints ask of a `Path`, for an address that fsspec knows.
+    """The methods of `Path` that checkpoints need, for an address that fsspec supports.
 
     Raises:
-        ImportError: A package is missing that fsspec needs for it.
-        ValueError: A protocol that fsspec does not know.
+        ImportError: A package is missing that fsspec needs for the address.
+        ValueError: fsspec does not support the protocol.
     """
 
     def __init__(self, address: str) -> None:
@@ -84,10 +85,12 @@ class RemotePath:
         try:
             self._system, self._key = url_to_fs(self._address)
         except ImportError as error:
-            raise ImportError(f"{address} needs {_package(address)}: {error}") from error
+            raise ImportError(f"{address} needs {_install_hint(address)}: {error}") from error
         except ValueError as error:
-            raise ValueError(f"{address} is no address that fsspec can use: {error}.") from error
-        # Blocks belong to this object, which a reader of one file keeps while it reads.
+            raise ValueError(
+                f"{address} is not an address that fsspec supports: {error}."
+            ) from error
+        # The cache belongs to this object, which the reader of a file keeps.
         self._block = lru_cache(_NUM_BLOCKS)(self._read_block)
 
     def __str__(self) -> str:
@@ -104,10 +107,10 @@ class RemotePath:
     def suffix(self) -> str:
         return PurePosixPath(self._key).suffix
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- listing
 
     def refresh(self) -> None:
-        """Forgets what fsspec remembers of folders: other processes write to them."""
+        """Clears fsspec's cached listings, since other processes write to the folders."""
         self._system.invalidate_cache()
 
     def exists(self) -> bool:
@@ -123,7 +126,7 @@ class RemotePath:
         return _Status(self._nbytes)
 
     def files(self) -> dict[str, int]:
-        """Bytes of all files below, by the name from here."""
+        """Bytes of all files below this folder, by relative name."""
         found: dict[str, Any] = self._system.find(self._key, detail=True)
         root = self._key.rstrip("/") + "/"
         return {name.removeprefix(root): int(entry["size"]) for name, entry in found.items()}
@@ -142,7 +145,7 @@ class RemotePath:
         return int(self._system.info(self._key)["size"])
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """To be read, of which only what is asked for is fetched."""
+        """Opens the file for reading; only the bytes that are read are fetched."""
         assert mode == "rb", "see `atomic_write`"
         return io.BufferedReader(ByteRange(self.pread, 0, self._nbytes))
 
@@ -150,14 +153,14 @@ class RemotePath:
         return bytes(self._system.cat_file(self._key)).decode(encoding)
 
     def pread(self, size: int, offset: int) -> bytearray:
-        """As `os.pread`."""
+        """Like `os.pread`."""
         return self.read(offset, min(offset + size, self._nbytes))
 
     def read(self, start: int, stop: int) -> bytearray:
-        """The bytes [start, stop). See [Note: Reading remotely].
+        """Reads the bytes [start, stop). See [Note: Reading remotely].
 
         Raises:
-            OSError: The file has not so many, or the store sends others.
+            OSError: The file is shorter, or the store returns a wrong number of bytes.
         """
         if stop - start >= _BLOCK_BYTES:
             return self._fetch(start, stop)
@@ -177,8 +180,8 @@ class RemotePath:
             for at, end, piece in zip(starts, stops, pieces, strict=True):
                 if len(piece) != end - at:
                     raise OSError(
-                        f"{self} gave {len(piece)} bytes for [{at}, {end}): it has been replaced "
-                        "or is damaged, or its store cannot read parts of a file."
+                        f"{self} returned {len(piece)} bytes for [{at}, {end}): it was replaced, "
+                        "is damaged, or its store cannot read parts of a file."
                     )
                 data[at - start : end - start] = piece
         return data
@@ -191,36 +194,36 @@ class RemotePath:
 
     @contextlib.contextmanager
     def atomic_write(self, nbytes: int) -> Iterator[BinaryIO]:
-        """A new file of about `nbytes` that appears when the block ends; see `atomic_write`."""
-        # Whether fsspec holds files back is said for a whole file system: for one of our own.
+        """Opens a new file of about `nbytes` that appears when the block ends; `atomic_write`."""
+        # fsspec's transactions apply to a file system object: use a separate one.
         system, key = url_to_fs(self._address, skip_instance_cache=True)
         with contextlib.suppress(NotImplementedError):
             system.makedirs(system._parent(key), exist_ok=True)
         num_pieces = -(-nbytes // (_PIECE_BYTES * _MAX_UPLOADS))
         upload_bytes = _PIECE_BYTES * max(2, num_pieces)
         with system.transaction, system.open(key, "wb", block_size=upload_bytes) as file:
-            yield cast(BinaryIO, _InPieces(file))
+            yield cast(BinaryIO, _ChunkedWriter(file))
         self.refresh()
         self.__dict__.pop("_nbytes", None)
         self._block.cache_clear()
 
     def remove(self) -> None:
-        """Deletes a file or a folder; nothing where nothing is."""
+        """Deletes a file or a folder, if it exists."""
         self.refresh()
-        if not _PATTERN.intersection(self._key):
+        if not _WILDCARDS.intersection(self._key):
             with contextlib.suppress(FileNotFoundError):
                 self._system.rm(self._key, recursive=True)
             return
-        # `rm` would take the name for a pattern, and delete all that matches it.
+        # `rm` would interpret the name as a pattern and delete everything that matches it.
         found = self._system.find(self._key, withdirs=True, detail=True)
-        for name, entry in sorted(found.items(), reverse=True):  # a folder after what is in it
-            is_folder = entry["type"] == "directory"
-            with contextlib.suppress(FileNotFoundError):  # folders that end with their last file
-                (self._system.rmdir if is_folder else self._system.rm_file)(name)
+        for name, entry in sorted(found.items(), reverse=True):  # a folder after its files
+            delete = self._system.rmdir if entry["type"] == "directory" else self._system.rm_file
+            with contextlib.suppress(FileNotFoundError):  # folders that vanish with the last file
+                delete(name)
 
 
-class _InPieces(io.RawIOBase):
-    """Hands large writes on in pieces: the file below keeps a copy of what it is given."""
+class _ChunkedWriter(io.RawIOBase):
+    """Splits large writes into pieces, because the underlying file copies what it receives."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -241,10 +244,11 @@ class _InPieces(io.RawIOBase):
 
 
 class ByteRange(io.RawIOBase):
-    """`length` bytes of a file, from byte `start` on, as a file of its own to be read.
+    """The bytes [start, start + length) of a file, as a file for reading.
 
     Attributes:
-        failure: What reading failed of, which torch's reader replaces by an error of its own.
+        failure: Error of the last failed read, which torch's reader replaces by an error of its
+            own; None before.
     """
 
     failure: OSError | None = None
@@ -267,7 +271,7 @@ class ByteRange(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
         if origin + offset < 0:
-            raise OSError(f"no byte {origin + offset} in a part of {self._length}")
+            raise OSError(f"cannot seek to byte {origin + offset} of {self._length}")
         self._at = origin + offset
         return self._at
 
@@ -283,8 +287,8 @@ class ByteRange(io.RawIOBase):
         return len(read)
 
 
-def _package(address: str) -> str:
-    """What is to be installed for an address."""
+def _install_hint(address: str) -> str:
+    """Command that installs the package for an address."""
     known: dict[str, Any] = known_implementations.get(get_protocol(address), {})
     package = str(known.get("class", "")).partition(".")[0]
     if package in ("", "fsspec"):

@@ -1,6 +1,6 @@
-"""Opens a checkpoint of any form as Lightning lays it out, finds damage, and counts what is there.
+"""Opens a checkpoint of any format as a Lightning checkpoint, verifies it, and summarizes it.
 
-    path                                                    opened by     holds
+    path                                                    opened by     contains
     file of torch.save, a Lightning checkpoint (DDP, ours)  torch_file    all
     file of torch.save, a state dict                        torch_file    weights
     *.safetensors                                           hugging_face  weights
@@ -8,9 +8,9 @@
     directory of DeepSpeed's ZeRO                           deepspeed     weights, Adam's moments
     directory of PyTorch Distributed Checkpoint             dcp_reader    all
 
-Nothing is read that nobody asks for: tensors are mapped into memory from their file or are
-`LazyTensor`s, so a rank that takes its own part of each reads that part only. Of remote storage
-this is a range of bytes.
+Values are read when they are used: tensors are mapped into memory from their file or are
+`LazyTensor`s, so a rank that uses its part of each tensor reads only that part. From remote storage
+it reads ranges of bytes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
     "find_damage",
     "format_of",
     "has_checksums",
-    "tensor_identity",
     "open_checkpoint",
     "raise_damage",
     "raise_damage_on_any_rank",
     "summarize",
+    "tensor_identity",
     "total_nbytes",
 ]
 
@@ -50,34 +50,34 @@ __all__ = [
 
 
 def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compares this rank's share of a checkpoint with the checksums that it has, if any.
+    """Verifies this rank's share of a checkpoint by its checksums, if it has any.
 
-    Those of files of `torch.save`, also in a directory of DeepSpeed or of weights, of a directory
-    of torch's Distributed Checkpoint, and `SHA256SUMS` in a directory.
+    There are checksums in files of `torch.save`, also in a directory of DeepSpeed or of weights, in
+    a directory of torch's Distributed Checkpoint, and in `SHA256SUMS` of a directory.
 
     Returns:
-        One line for each damage.
+        One line for each damaged part.
     """
-    place = locate(path)
-    recover(place)
-    return read_consistently(place, lambda: _find_damage(place, rank, world_size))
+    located = locate(path)
+    recover(located)
+    return read_consistently(located, lambda: _find_damage(located, rank, world_size))
 
 
-def _find_damage(place: CheckpointPath, rank: int, world_size: int) -> list[str]:
-    if place.is_dir():
-        damage = atomic.find_damage(place, rank=rank, world_size=world_size)
+def _find_damage(path: CheckpointPath, rank: int, world_size: int) -> list[str]:
+    if path.is_dir():
+        damage = atomic.find_damage(path, rank=rank, world_size=world_size)
         if any(line.startswith(METADATA) for line in damage):
             return damage
-        if is_sharded(place):
-            return damage + dcp_reader.find_damage(place, rank=rank, world_size=world_size)
-        return damage + _find_damage_in_files(place, rank, world_size)
-    if place.is_file():
-        return torch_file.find_damage(place, rank=rank, world_size=world_size)
+        if is_sharded(path):
+            return damage + dcp_reader.find_damage(path, rank=rank, world_size=world_size)
+        return damage + _find_damage_in_files(path, rank, world_size)
+    if path.is_file():
+        return torch_file.find_damage(path, rank=rank, world_size=world_size)
     return []
 
 
 def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) -> list[str]:
-    """Compares the records of the torch files of a directory with their checksums."""
+    """Verifies the torch files in a directory by the checksums of their records."""
     try:
         files = _torch_files(folder)
     except (ValueError, FileNotFoundError) as error:
@@ -85,7 +85,7 @@ def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) ->
     return [
         f"{printable(file.name)}: {line}"
         for file in files
-        if file.is_file()  # else opening it says what is missing
+        if file.is_file()  # opening the checkpoint reports missing files
         for line in torch_file.find_damage(file, rank=rank, world_size=world_size)
     ]
 
@@ -99,7 +99,7 @@ def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
 
 
 def has_checksums(path: CheckpointPath) -> bool:
-    """Whether `find_damage` has anything to compare with."""
+    """Whether the checkpoint has checksums for `find_damage`."""
     if path.is_dir():
         if is_sharded(path) or (path / atomic.CHECKSUMS).is_file():
             return True
@@ -109,7 +109,7 @@ def has_checksums(path: CheckpointPath) -> bool:
 
 
 def raise_damage(path: str | os.PathLike[str], damage: Sequence[str]) -> None:
-    """Raises a ValueError where there is any."""
+    """Raises a ValueError if there is any damage."""
     if damage:
         raise ValueError(
             f"{path} is damaged: {printable('; '.join(damage))}. Use another checkpoint, or copy "
@@ -123,16 +123,16 @@ def raise_damage_on_any_rank(
     world_size: int,
     gather: Callable[[list[str]], list[list[str]]],
 ) -> None:
-    """Compares a checkpoint with its checksums, every rank its share. Collective: every rank.
+    """Verifies a checkpoint by its checksums, each rank its share. Collective: every rank.
 
-    `gather` gives every rank's lines on every rank.
+    `gather` returns the lines of every rank, on every rank.
 
     Raises:
-        ValueError: Some file is damaged, or some rank cannot read it; on every rank.
+        ValueError: A file is damaged, or a rank cannot read it; on every rank.
     """
     try:
         damage = find_damage(path, rank=rank, world_size=world_size)
-    except Exception as error:  # on one rank; the others must learn of it
+    except Exception as error:  # the other ranks must raise, too
         damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
     raise_damage(path, [line for share in gather(damage) for line in share])
 
@@ -153,24 +153,25 @@ def open_checkpoint(
 
     Args:
         path: A file or directory, or the address of one on remote storage, such as
-            `s3://bucket/run/last.ckpt`, for which fsspec may need a package of its own (`s3fs`).
+            `s3://bucket/run/last.ckpt`, for which fsspec may need another package (`s3fs`).
         weights_only: As for `torch.load`: None or True refuses pickled classes that are not known
-            to be safe, False unpickles everything. Only for sources you trust.
+            to be safe. False unpickles everything; use it only for sources that you trust.
 
     Returns:
-        A dict as Lightning's: `state_dict` by name, and what else is there (`optimizer_states`,
-        `loops`, `hyper_parameters`, ...). Its tensors are on the CPU, to be read and not written.
+        The dict of a Lightning checkpoint: `state_dict` by name, and the other entries
+        (`optimizer_states`, `loops`, `hyper_parameters`, ...). Its tensors are on the CPU and must
+        not be written to.
 
     Raises:
-        FileNotFoundError: Nothing is there, or a part that others refer to is missing.
-        ValueError: It is no checkpoint, or a truncated one.
-        ImportError: A package is missing that its address needs.
-        pickle.UnpicklingError: It holds classes that `weights_only` refuses.
+        FileNotFoundError: The path does not exist, or a file of the checkpoint is missing.
+        ValueError: It is not a checkpoint, or a truncated one.
+        ImportError: A package is missing that the address needs.
+        pickle.UnpicklingError: It contains classes that `weights_only` refuses.
     """
-    place = locate(path)
-    recover(place)
+    located = locate(path)
+    recover(located)
     try:
-        return read_consistently(place, lambda: _open_place(place, path, weights_only))
+        return read_consistently(located, lambda: _open_located(located, path, weights_only))
     except (LookupError, UnicodeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "
@@ -178,23 +179,23 @@ def open_checkpoint(
         ) from error
 
 
-def _open_place(
-    place: CheckpointPath, path: str | os.PathLike[str], weights_only: bool | None
+def _open_located(
+    located: CheckpointPath, path: str | os.PathLike[str], weights_only: bool | None
 ) -> dict[str, Any]:
-    if place.is_dir():
-        return _open_directory(place, weights_only)
-    if not place.exists():
+    if located.is_dir():
+        return _open_directory(located, weights_only)
+    if not located.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
-    if place.stat().st_size == 0:
+    if located.stat().st_size == 0:
         raise ValueError(f"{path} is empty: its save was interrupted; use an earlier checkpoint.")
-    if place.suffix == ".safetensors":
-        return {"state_dict": open_safetensors(place)}
-    if is_torch_file(place):
-        return _as_checkpoint(open_torch_file(place, weights_only=weights_only), place)
-    with place.open("rb") as file:
+    if located.suffix == ".safetensors":
+        return {"state_dict": open_safetensors(located)}
+    if is_torch_file(located):
+        return _as_checkpoint(open_torch_file(located, weights_only=weights_only), located)
+    with located.open("rb") as file:
         found = file.read(8)
     raise ValueError(
-        f"{path} is no checkpoint: its first bytes are {found!r}. Accepted: {_ACCEPTED}."
+        f"{path} is not a checkpoint: its first bytes are {found!r}. Accepted: {_ACCEPTED}."
     )
 
 
@@ -208,20 +209,22 @@ def _open_directory(path: CheckpointPath, weights_only: bool | None) -> dict[str
     if has_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}
     names = sorted(entry.name for entry in path.iterdir())
-    some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    found = ", ".join(names[:8]) or "nothing"
+    if len(names) > 8:
+        found += f" and {len(names) - 8} more"
     raise ValueError(
-        f"{path} is no checkpoint: a directory that holds {some or 'nothing'}. A sharded "
-        f"checkpoint has a file .metadata, a DeepSpeed one a file latest, weights an *.index.json "
-        f"or one *.safetensors. Accepted: {_ACCEPTED}."
+        f"{path} is not a checkpoint: a directory that holds {found}. A sharded checkpoint has a "
+        "file .metadata, a DeepSpeed one a file latest, weights an *.index.json or one "
+        f"*.safetensors. Accepted: {_ACCEPTED}."
     )
 
 
 def _as_checkpoint(content: Any, path: CheckpointPath) -> dict[str, Any]:
-    """A Lightning checkpoint as it is, a state dict as the only entry of one."""
+    """Returns a Lightning checkpoint unchanged, and a state dict as the only entry of one."""
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path} holds a {type(content).__module__}.{type(content).__qualname__}, expected a "
-            f"dict; save module.state_dict() instead. Accepted: {_ACCEPTED}."
+            f"{path} contains a {type(content).__module__}.{type(content).__qualname__}, expected "
+            f"a dict; save module.state_dict() instead. Accepted: {_ACCEPTED}."
         )
     if isinstance(content.get("state_dict"), dict):
         return content
@@ -232,29 +235,31 @@ def _as_checkpoint(content: Any, path: CheckpointPath) -> dict[str, Any]:
     ]
     if others or not content:
         keys = [repr(key) for key in content]
-        some = ", ".join(keys[:6] + ["..."] * (len(keys) > 6)) or "no keys"
+        found = ", ".join(keys[:6]) or "no keys"
+        if len(keys) > 6:
+            found += ", ..."
         raise ValueError(
-            f"{path} holds a dict with {some}, which is neither a Lightning checkpoint "
-            "(it has no dict under 'state_dict') nor a state dict (tensors by name). Save the "
-            f"state dict alone. Accepted: {_ACCEPTED}."
+            f"{path} contains a dict with {found}, which is neither a Lightning checkpoint "
+            "(it has no dict under 'state_dict') nor a state dict (tensors by name). Save only "
+            f"the state dict. Accepted: {_ACCEPTED}."
         )
     return {"state_dict": content}
 
 
-# ---------------------------------------------------------------------- counting, without reading
+# ------------------------------------------------------------------- summaries, without reading
 
 _NUM_LARGEST = 5
 
 
 def tensor_identity(tensor: Tensor) -> object:
-    """Equal for two tensors that are the same one; both must be alive."""
+    """A key that is equal for two tensors if they are the same one; both must be alive."""
     if isinstance(tensor, LazyTensor) or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def total_nbytes(tree: object) -> int:
-    """Bytes of all tensors in nested dicts, lists and tuples; tied ones count once."""
+    """Bytes of all tensors in nested dicts, lists and tuples; tied tensors count once."""
     return sum(t.numel() * t.element_size() for t in _tensors_in(tree))
 
 
@@ -274,7 +279,7 @@ def _tensors_in(tree: object) -> Iterator[Tensor]:
 
 
 def format_of(path: CheckpointPath) -> str:
-    """The name of the format of what `open_checkpoint` opens."""
+    """Name of the format of a checkpoint that `open_checkpoint` opens."""
     if is_sharded(path):
         return "directory of torch.distributed.checkpoint"
     if path.is_dir():
@@ -283,7 +288,7 @@ def format_of(path: CheckpointPath) -> str:
 
 
 def summarize(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What an opened checkpoint holds, as JSON values; tied tensors count once."""
+    """Summary of an opened checkpoint, as JSON values; tied tensors count once."""
     weights = {k: v for k, v in checkpoint["state_dict"].items() if isinstance(v, Tensor)}
     named: dict[object, tuple[str, Tensor]] = {}
     for name, tensor in weights.items():

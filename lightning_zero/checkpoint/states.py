@@ -1,18 +1,20 @@
-"""State dicts of an engine: whole on rank 0, or sharded, each rank its own elements.
+"""State dicts of an engine: full on rank 0, or sharded, with this rank's elements.
 
-The full form is the state dict of the same module without sharding. Buckets are gathered one at a
-time, and only rank 0 keeps a copy, on the CPU. The sharded form is a directory to which every rank
-writes its own part, in torch's DCP format:
+A full checkpoint has the state dict of the same module without sharding. Buckets are unsharded one
+at a time, and only rank 0 keeps a copy, on the CPU. A sharded checkpoint is a directory to which
+every rank writes its own part, in torch's DCP format:
 
-    NAME/.metadata       which tensor lies where (torch's)
-    NAME/__0_0.distcp    what rank 0 wrote, and so on for each rank; torch puts checksums in it
-    NAME/meta.pt         the rest of the checkpoint: loops, hyperparameters, callbacks
-    NAME/SHA256SUMS      of .metadata and meta.pt
+    NAME/.metadata       torch's index of the tensors
+    NAME/__0_0.distcp    file of rank 0, and so on for each rank; torch puts checksums in it
+    NAME/meta.pt         all other entries: loops, hyperparameters, callbacks
+    NAME/save.json       identifier of the save, and digests
+    NAME/SHA256SUMS      checksums of .metadata, meta.pt and save.json
 
-Every tensor has its own name, whole shape and the module's own dtype, in the layout in which
-Lightning's `ModelParallelStrategy` writes: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,
-`optimizer_0.param_groups.0.lr`. So neither world size nor stage nor tier is in it, but as a note in
-`meta.pt` for those who look. Ranks that hold the same values write a part of them each.
+Every tensor has its name, its full shape and the module's dtype, in the layout of Lightning's
+`ModelParallelStrategy`: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,
+`optimizer_0.param_groups.0.lr`. The layout depends on neither world size nor stage nor tier;
+`meta.pt` contains them for information only. Ranks that hold the same values write a part of them
+each.
 """
 
 from __future__ import annotations
@@ -39,31 +41,31 @@ from lightning_zero.tensors.lazy import read_flat
 __all__ = [
     "full_state_dict",
     "narrow_masters",
+    "replicated_as_shards",
     "sharded_masters",
     "sharded_optimizer_state",
     "sharded_state_dict",
     "shards_in",
-    "replicated_as_shards",
 ]
 
-# ------------------------------------------------------------------------------------------- whole
+# -------------------------------------------------------------------------------------------- full
 
 
 def full_state_dict(
     engine: Engine, module: nn.Module | None = None, *, is_on_all_ranks: bool = False
 ) -> dict[str, Any]:
-    """Keys, order, dtypes and shapes of `module.state_dict()` before sharding. Collective.
+    """State dict with the keys, order, dtypes and shapes of the module before sharding.
 
-    Parameters that share memory (tied weights) share it in the result.
+    Collective: every rank. Parameters that share memory (tied weights) share it in the result.
 
     Args:
-        engine: Holds the parameters.
-        module: A shadow of the engine's; None: that itself.
-        is_on_all_ranks: Every rank gets the values.
+        engine: Engine that holds the parameters.
+        module: A shadow of the engine's module; None: the engine's module.
+        is_on_all_ranks: Whether every rank gets the values.
 
     Returns:
-        The state dict on rank 0. Elsewhere the same keys, with parameters on the meta device unless
-        `is_on_all_ranks`: hooks that rename or delete entries work on every rank.
+        The state dict on rank 0. On other ranks the same keys, with parameters on the meta device
+        unless `is_on_all_ranks`, so that hooks can rename or delete entries on every rank.
     """
     target = "cpu" if is_on_all_ranks or engine.comm.rank == 0 else "meta"
     state = _live_state(engine.module if module is None else module)
@@ -78,9 +80,10 @@ def full_state_dict(
 
 
 def narrow_masters(engine: Engine) -> dict[str, Tensor]:
-    """Masters that a state dict in the module's own dtype would round: by name, whole, on rank 0.
+    """Full masters of parameters with a narrower dtype, which a state dict rounds: by name.
 
-    Empty unless the module itself is 16-bit (precision "bf16-true"). Collective.
+    Collective: every rank. Empty on ranks other than 0, and unless the module itself is 16-bit
+    (precision "bf16-true").
     """
     masters: dict[str, Tensor] = {}
     for bucket in _narrow_buckets(engine):
@@ -100,7 +103,7 @@ def _narrow_buckets(engine: Engine) -> Iterator[Bucket]:
 
 
 def _live_state(module: nn.Module) -> dict[str, Any]:
-    # With keep_vars the module hands out the parameter objects, of which nothing is read here.
+    # With keep_vars the module returns the parameter objects, whose values are not read here.
     state: dict[str, Any] = module.state_dict(keep_vars=True)
     return state
 
@@ -108,25 +111,28 @@ def _live_state(module: nn.Module) -> dict[str, Any]:
 def _with_entries(
     state: dict[str, Any], entry: Callable[[str, nn.Parameter], Tensor | None]
 ) -> dict[str, Any]:
-    """A live state dict with `entry(key, parameter)` for parameters, unless that is None."""
+    """Replaces parameters by `entry(key, parameter)` unless it is None; detaches other tensors."""
     for key, value in state.items():
         if isinstance(value, Tensor):
-            made = entry(key, value) if isinstance(value, nn.Parameter) else None
-            state[key] = value.detach() if made is None else made
+            replaced = entry(key, value) if isinstance(value, nn.Parameter) else None
+            state[key] = value.detach() if replaced is None else replaced
     return state
 
 
-# ------------------------------------------------------------------------------------------ shards
+# ----------------------------------------------------------------------------------------- sharded
 
 
 def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
-    """The module's state dict with this rank's shards for parameters. Local.
+    """The module's state dict with this rank's shards in place of parameters. Local.
 
     Keys, order, dtypes and shapes are those before sharding. The values are read when they are
-    written: before the next step. `module` is an engine's or a shadow of it, `kind` what its
-    parameters are called among all that is saved at once.
+    written, which must be before the next step.
+
+    Args:
+        module: An engine's module or a shadow of it.
+        kind: Prefix of the shards' sources, which distinguishes modules that are saved together.
     """
-    read = _part_reader()
+    read = _shard_reader()
 
     def entry(key: str, parameter: nn.Parameter) -> Tensor | None:
         if not has_placement(parameter):
@@ -140,7 +146,7 @@ def sharded_state_dict(module: nn.Module, kind: str) -> dict[str, Any]:
 
 
 def replicated_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[str, Any]:
-    """The state dict of a module that is whole and equal on every rank: each writes its 1/N."""
+    """State dict of a module that is replicated on all ranks; each rank writes 1/N of a tensor."""
     names: dict[nn.Parameter, str] = {}
 
     def entry(key: str, parameter: nn.Parameter) -> Tensor:
@@ -153,9 +159,9 @@ def replicated_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[
 
 
 def sharded_masters(engine: Engine) -> dict[str, CheckpointShard]:
-    """The same as `narrow_masters`, as this rank's shards. Local."""
+    """Like `narrow_masters`, with this rank's shards. Local."""
     masters: dict[str, CheckpointShard] = {}
-    read = _part_reader()
+    read = _shard_reader()
     for bucket in _narrow_buckets(engine):
         for index, slot in enumerate(bucket.plan.layout.slots):
             name, dtype = f"master {slot.name}", bucket.plan.master_dtype
@@ -164,13 +170,13 @@ def sharded_masters(engine: Engine) -> dict[str, CheckpointShard]:
 
 
 def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
-    """`optimizer.state_dict()` by parameter names, with this rank's shards. Collective: every rank.
+    """`optimizer.state_dict()` by parameter name, with this rank's shards. Collective: every rank.
 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
     """
     number = engine.optimizers.index(optimizer)
-    outlines = gather_owned_state_specs(optimizer, engine.buckets)
+    specs_of = gather_owned_state_specs(optimizer, engine.buckets)
     with without_state_view(optimizer):  # its options: states are saved as the optimizer keeps them
         packed = optimizer.state_dict()
     own_of = raw_states(optimizer)
@@ -181,7 +187,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
     }
     names: dict[int, str] = {}
     state: dict[str, Any] = {}
-    # In the order of the module, on every rank: which parameter was stepped first means nothing.
+    # In the order of the module on every rank; the order of the first steps may differ.
     for bucket in engine.buckets:
         for index, parameter in enumerate(bucket.parameters):
             if parameter not in ids:
@@ -189,13 +195,13 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
             source = f"of {name} in optimizer {number}"
             entry = flatten_composites(dict(own_of.get(parameter, {})))
-            if parameter in outlines:
+            if parameter in specs_of:
                 own = entry if bucket.shards.is_stepped[index] else None
-                state[name] = _owned_shards(outlines[parameter], own, source, engine.comm.mesh)
+                state[name] = _owned_shards(specs_of[parameter], own, source, engine.comm.mesh)
             elif parameter in own_of:
                 for key, value in entry.items():
                     if is_elementwise(bucket, index, value):
-                        part = partial(_itself, value)
+                        part = partial(_identity, value)
                         entry[key] = _shard(f"{key} {source}", bucket, index, value.dtype, part)
                 state[name] = entry
     groups = [
@@ -206,7 +212,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
 
 
 def shards_in(tree: Any) -> dict[str, CheckpointShard]:
-    """All shards in nested dicts and lists, by source."""
+    """All shards in nested dicts and lists, by their source."""
     found: dict[str, CheckpointShard] = {}
     stack = [tree]
     while stack:
@@ -220,10 +226,10 @@ def shards_in(tree: Any) -> dict[str, CheckpointShard]:
     return found
 
 
-def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
-    """The state of a parameter that one rank of a group owns, `own`, None on the others.
+def _owned_shards(specs: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
+    """Shards of the state of a parameter with a tensor owner; `own` is None on other ranks.
 
-    It is written there; owners of other groups write another part of it.
+    The owner writes the state; the owners in other replicas write a part of it each.
     """
     values = iter([leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)])
     number = 0
@@ -241,13 +247,13 @@ def _owned_shards(outline: Any, own: Any | None, source: str, mesh: Mesh) -> Any
         read = partial(read_flat, value)
         return CheckpointShard.of(f"state {number} {source}", leaf.shape, leaf.dtype, owned, read)
 
-    return tree_map(shard, outline)
+    return tree_map(shard, specs)
 
 
 def _shard(
     source: str, bucket: Bucket, index: int, dtype: torch.dtype, part: Callable[[], Tensor]
 ) -> CheckpointShard:
-    """`part()`, the elements of slot `index` that this rank steps, as what this rank writes."""
+    """The shard that this rank writes of slot `index`; `part()` returns the elements it steps."""
     stepped, mesh = bucket.owned(index), bucket.comm.mesh
     if bucket.replicates_optim:
         written = _equal_share(stepped, mesh.rank, mesh.world_size)
@@ -261,13 +267,16 @@ def _shard(
     return CheckpointShard.of(source, shape, dtype, written, read)
 
 
-def _part_reader() -> Callable[[Bucket, int], Tensor]:
-    """Reads this rank's elements of a slot in full precision, 1-D; keeps those of one bucket."""
+def _shard_reader() -> Callable[[Bucket, int], Tensor]:
+    """Returns a reader of this rank's elements of a slot, 1-D, in the masters' precision.
+
+    It caches the elements of one bucket.
+    """
     parts = lru_cache(1)(lambda bucket: bucket.masters.shard_views())
     return lambda bucket, index: parts(bucket)[index]
 
 
-def _itself(value: Tensor) -> Tensor:
+def _identity(value: Tensor) -> Tensor:
     return value
 
 

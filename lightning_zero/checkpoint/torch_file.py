@@ -1,11 +1,11 @@
-"""Files as `torch.save` writes them: mapped, written piece by piece, and checked.
+"""Opens, writes and verifies files of `torch.save`, piece by piece.
 
 [Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
-and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` does not
-look at the checksums, `find_damage` does. `write_torch_file` reads a `LazyTensor` in pieces
-when its record is written, so a tree may be larger than memory; storages in memory are written from
-where they are, without a copy. Of a remote file nothing is mapped: its tensors are `LazyTensor`s,
-unless some are in objects, where they cannot be replaced: such a file is read as a whole.
+and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` ignores
+the checksums, `find_damage` verifies them. `write_torch_file` reads a `LazyTensor` in pieces when
+its record is written, so a tree may be larger than memory; storages in memory are written without a
+copy. The tensors of a remote file, which cannot be mapped, become `LazyTensor`s. If some tensors
+are inside objects, where they cannot be replaced, the entire file is read.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
     "find_inflated",
     "has_checksums",
     "is_torch_file",
-    "open_torch_file",
     "iter_bytes",
-    "read_elements",
-    "open_pread",
     "no_progress",
+    "open_pread",
+    "open_torch_file",
+    "read_elements",
     "span",
     "write_torch_file",
 ]
@@ -61,7 +61,7 @@ _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on reque
 
 
 def is_torch_file(path: CheckpointPath) -> bool:
-    """Whether it begins as a file of `torch.save` does."""
+    """Whether the first bytes of `path` are those of a file of `torch.save`."""
     with path.open("rb") as file:
         found = file.read(4)
     return found == _ZIP_MAGIC or found.startswith(_PICKLE_MAGIC)
@@ -74,21 +74,21 @@ def open_torch_file(
     pickle_module: ModuleType | None = None,
     is_mapped: bool = True,
 ) -> Any:
-    """What was given to `torch.save`, its tensors on the CPU.
+    """Loads the object given to `torch.save`, with its tensors on the CPU.
 
-    Mapped tensors are private to this process: a write to one is not written to the file.
+    Mapped tensors are private to this process: a write to one does not change the file.
 
     Raises:
-        ValueError: It is truncated or damaged.
-        pickle.UnpicklingError: It holds what `weights_only` refuses.
-        OSError: It cannot be read.
+        ValueError: The file is truncated or damaged.
+        pickle.UnpicklingError: The file contains objects that `weights_only` refuses.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == _ZIP_MAGIC
-        if is_zip and not zipfile.is_zipfile(file):  # which looks at the end of the file
-            raise ValueError(_damaged(path, "its end is missing"))
+        if is_zip and not zipfile.is_zipfile(file):  # it checks the end of the file
+            raise ValueError(_damage_text(path, "its end is missing"))
         if is_zip and (why := find_inflated(file)):
-            raise ValueError(_damaged(path, why))
+            raise ValueError(_damage_text(path, why))
     load = partial(torch.load, weights_only=weights_only, pickle_module=pickle_module)
     runs_classes = weights_only is False or pickle_module is not None
     try:
@@ -98,22 +98,22 @@ def open_torch_file(
             if not is_zip:
                 return load(file, map_location="cpu")
             tree = load(file, map_location="meta")
-            if not _is_bare(tree):
+            if _has_hidden_tensors(tree):
                 file.seek(0)
                 return load(file, map_location="cpu")
-            return _with_values(path, tree)
+            return _with_lazy_tensors(path, tree)
     except Exception as error:
-        raise _named(path, error, is_zip=is_zip, runs_classes=runs_classes) from error
+        raise _with_path(path, error, is_zip=is_zip, runs_classes=runs_classes) from error
 
 
-# Of torch's reader; other errors may be those of a class that is unpickled.
+# Parts of errors of torch's reader; other errors may come from a class that is unpickled.
 _TORCH_ERROR_WORDS = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
 
 
-def _named(
+def _with_path(
     path: CheckpointPath, error: Exception, *, is_zip: bool, runs_classes: bool
 ) -> Exception:
-    """What to raise for an error of reading a torch file: it names the file."""
+    """The error to raise for an error of reading a torch file; it names the file."""
     if isinstance(error, pickle.UnpicklingError):
         if is_zip or "Unsupported" in str(error):  # a class that is refused
             return pickle.UnpicklingError(f"{path}: {printable(str(error))}")
@@ -125,14 +125,14 @@ def _named(
         and not any(word in str(error) for word in _TORCH_ERROR_WORDS)
     ):
         return error
-    return ValueError(_damaged(path, printable(f"{type(error).__name__}: {error}")))
+    return ValueError(_damage_text(path, printable(f"{type(error).__name__}: {error}")))
 
 
 _MAX_INFLATED_BYTES = 2**26
 
 
 def find_inflated(file: Any) -> str | None:
-    """What is wrong with an archive whose records take more memory than it has bytes."""
+    """Describes an archive whose compressed records need too much memory; None if it has none."""
     try:
         records = zipfile.ZipFile(file).infolist()
     except _ZIP_ERRORS as error:
@@ -156,29 +156,29 @@ class _TensorFinder(pickle.Pickler):
         if not isinstance(value, Tensor):
             return NotImplemented
         self.has_found = True
-        return list, ()  # instead of it
+        return list, ()  # do not pickle the tensor
 
 
-def _is_bare(tree: Any) -> bool:
-    """Whether all tensors are in dicts, lists and the like, and none in objects beside them."""
+def _has_hidden_tensors(tree: Any) -> bool:
+    """Whether a tensor is inside an object, not only in dicts, lists and other pytrees."""
     finder = _TensorFinder(io.BytesIO())
     try:
         finder.dump([leaf for leaf in tree_leaves(tree) if not isinstance(leaf, Tensor)])
-    except Exception:  # an object may refuse as it likes
-        return False
-    return not finder.has_found
+    except Exception:  # an object that cannot be pickled
+        return True
+    return finder.has_found
 
 
-def _with_values(path: RemotePath, tree: Any) -> Any:
-    """A tree of tensors on the meta device, of which torch has noted where in the file they lie."""
-    stored: dict[object, LazyTensor] = {}  # by place: what is tied stays one tensor
+def _with_lazy_tensors(path: RemotePath, tree: Any) -> Any:
+    """Replaces tensors on the meta device, for which torch has noted their offsets in the file."""
+    tensors: dict[object, LazyTensor] = {}  # by offset, so that tied tensors stay one tensor
 
     def lazy(tensor: Tensor) -> LazyTensor:
         start = tensor.untyped_storage()._checkpoint_offset
         assert start is not None
-        where = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
         read = partial(read_elements, path, start, tensor.detach())
-        return stored.setdefault(where, LazyTensor.of(tensor.shape, tensor.dtype, read))
+        return tensors.setdefault(key, LazyTensor.of(tensor.shape, tensor.dtype, read))
 
     def value(tensor: Tensor) -> Tensor:
         if is_composite(tensor):
@@ -189,9 +189,14 @@ def _with_values(path: RemotePath, tree: Any) -> Any:
 
 
 def read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
-    """Row-major elements [start, stop) of a tensor laid out as `like`, on the meta device.
+    """Reads the row-major elements [start, stop) of a tensor whose storage starts at `origin`.
 
-    Its storage begins at byte `origin` of the file.
+    Args:
+        path: File to read from.
+        origin: First byte of the tensor's storage in the file.
+        like: Tensor on the meta device with the same dtype, shape, strides and storage offset.
+        start: First element.
+        stop: One past the last element.
     """
     is_plain = like.is_contiguous()
     first, last = (start, stop) if is_plain else (0, span(like.shape, like.stride()))
@@ -206,11 +211,11 @@ def read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop:
 
 
 def span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements of a storage from the first to the last of a tensor that is not empty."""
+    """Number of elements in a storage from the first to the last of a nonempty tensor."""
     return 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
 
 
-def _damaged(path: CheckpointPath, why: str) -> str:
+def _damage_text(path: CheckpointPath, why: str) -> str:
     return (
         f"{path} ({path.stat().st_size} bytes) is truncated, damaged or not written by "
         f"torch.save: {why}. If its save or copy was interrupted, use an earlier checkpoint or "
@@ -221,22 +226,22 @@ def _damaged(path: CheckpointPath, why: str) -> str:
 # ----------------------------------------------------------------------------------------- writing
 
 PIECE_BYTES = 16 * 1024**2
-_ALIGNMENT = 64  # of a record in the file, so that a memory map of it is aligned
+_ALIGNMENT = 64  # records start at multiples of it, so that a memory map of them is aligned
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _ZIP64_EXTRA_BYTES = 20
-_RECORD_BYTES = 512  # more than the headers of a record take
+_RECORD_BYTES = 512  # upper bound for the headers of a record
 
-Progress = Callable[[int], object]  # is told the bytes of every piece of a tensor that was written
+Progress = Callable[[int], object]  # called with the bytes of every piece that was written
 
 
 def no_progress(nbytes: int) -> None:
-    """The progress of what nobody watches."""
+    """A `Progress` that does nothing."""
 
 
 def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = no_progress) -> None:
-    """`torch.save(tree, path)`, but whole or not at all, and without a copy in memory.
+    """Like `torch.save(tree, path)`, but atomically and without a copy in memory.
 
-    Tensors may be LazyTensors. See [Note: Torch files].
+    Tensors may be `LazyTensor`s. See [Note: Torch files].
 
     Raises:
         OSError: The file cannot be written; see `atomic_write`.
@@ -279,29 +284,29 @@ def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryvie
 
 @dataclass(frozen=True)
 class _LazyStorage:
-    """Stands in a pickle for the storage of a LazyTensor."""
+    """Represents the storage of a `LazyTensor` in a pickle."""
 
     tensor: LazyTensor
-    empty: Any  # the storage of a plain tensor of this dtype, without elements
+    empty: Any  # empty storage of a plain tensor of this dtype
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps storages out of the pickle, as `torch.save` does, and values of LazyTensors too."""
+    """Keeps storages out of the pickle, as `torch.save` does, and values of `LazyTensor`s, too."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         super().__init__(stream, protocol=2)
-        self.storages: list[Tensor] = []  # LazyTensors, and the bytes of plain ones
-        self._numbers: dict[int, str] = {}  # they are kept alive, so that no other has the same key
+        self.storages: list[Tensor] = []  # LazyTensors, and plain tensors as bytes
+        self._numbers: dict[int, str] = {}  # by id; `storages` keeps the objects alive
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, LazyTensor):
             return NotImplemented
-        # How torch writes a tensor differs by dtype, so a plain one is asked.
+        # torch's format of a tensor depends on the dtype: take it from a plain one.
         empty = torch.empty(0, dtype=value.dtype)
         rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
         strides = torch.empty(value.shape, device="meta").stride()
-        stored = _LazyStorage(value, storage)
-        return rebuild, (stored, offset, tuple(value.shape), strides, *rest)
+        lazy_storage = _LazyStorage(value, storage)
+        return rebuild, (lazy_storage, offset, tuple(value.shape), strides, *rest)
 
     def persistent_id(self, value: Any) -> Any:
         storage: Tensor
@@ -325,9 +330,9 @@ class _Pickler(pickle.Pickler):
 # ---------------------------------------------------------------------------------------- checking
 
 NUM_THREADS = 4
-_CHECKED_BYTES = 256 * 1024  # at once, by each thread: checking must not show in memory
-_CHECKED_REMOTE_BYTES = 4 * 1024**2  # where every read waits for a network
-# What zipfile raises on wrong bytes: a bad name, an offset before the file, a flag it cannot do.
+_CHECKED_BYTES = 256 * 1024  # per read and thread; small, so that verifying takes little memory
+_CHECKED_REMOTE_BYTES = 4 * 1024**2  # per read over a network, which has a latency
+# Errors of zipfile for damaged bytes: a bad name, a negative offset, an unsupported flag.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -341,10 +346,10 @@ _ZIP_ERRORS = (
 
 
 def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Compares this rank's share of the records of a file with their checksums, in parallel.
+    """Verifies this rank's share of the records of a file by their checksums, in parallel.
 
-    A file in torch's format from before 1.6, which has no checksums, passes; so do records that
-    were written without one.
+    A file in torch's format from before 1.6, which has no checksums, is accepted; so are records
+    that were written without one.
 
     Returns:
         One line for each damaged record.
@@ -356,13 +361,13 @@ def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> 
             records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
         except _ZIP_ERRORS as error:
             return [f"the directory of its records at the end is missing or damaged ({error})"]
-        mine = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
+        own = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            return [line for line in pool.map(partial(_check_record, path, pread, 0), mine) if line]
+            return [line for line in pool.map(partial(_check_record, path, pread, 0), own) if line]
 
 
 def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | None:
-    """What is wrong with a record of a small torch file that is a part of the file `path`."""
+    """Describes a damaged record of a small torch file that is a part of `path`; or None."""
     with open_pread(path) as pread:
         try:
             records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
@@ -375,7 +380,7 @@ def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | 
 
 @contextmanager
 def open_pread(path: CheckpointPath) -> Iterator[Pread]:
-    """Reads ranges of a file, from several threads."""
+    """Opens a file for reading ranges from several threads."""
     if isinstance(path, RemotePath):
         yield path.pread
         return
@@ -400,18 +405,22 @@ def has_checksums(path: CheckpointPath) -> bool:
             records = zipfile.ZipFile(file).infolist()
             return any(entry.CRC for entry in records if "/data/" in entry.filename)
         except _ZIP_ERRORS:
-            return True  # `find_damage` says what is wrong with them
+            return True  # `find_damage` reports the error
 
 
 def _check_record(
     path: CheckpointPath, pread: Pread, origin: int, entry: zipfile.ZipInfo
 ) -> str | None:
-    """What is wrong with a record, or with reading it. `entry` counts from byte `origin`."""
+    """Describes the damage of a record, or None. Offsets in `entry` count from byte `origin`."""
     try:
         if entry.compress_type == zipfile.ZIP_STORED:
             step = _CHECKED_BYTES if isinstance(path, Path) else _CHECKED_REMOTE_BYTES
             return _compare_record(pread, step, origin + entry.header_offset, entry)
-        with path.open("rb") as file, zipfile.ZipFile(file) as whole, whole.open(entry) as record:
+        with (
+            path.open("rb") as file,
+            zipfile.ZipFile(file) as archive,
+            archive.open(entry) as record,
+        ):
             while record.read(_CHECKED_BYTES):
                 pass
         return None
@@ -435,9 +444,9 @@ def _compare_record(pread: Pread, step: int, start: int, entry: zipfile.ZipInfo)
             return f"record {entry.filename} lacks its last {left} bytes"
         crc = zlib.crc32(block, crc)
         offset, left = offset + len(block), left - len(block)
-    if entry.CRC and crc != entry.CRC:  # torch writes 0 where it was told to compute none
+    if entry.CRC and crc != entry.CRC:  # torch writes 0 if computing checksums is turned off
         return (
-            f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x} instead of "
+            f"record {entry.filename} ({entry.file_size} bytes) has checksum {crc:08x}, expected "
             f"{entry.CRC:08x}"
         )
     return None

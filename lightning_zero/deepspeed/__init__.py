@@ -1,24 +1,25 @@
 """Read a DeepSpeed configuration, so that a DeepSpeed user's file gives the same training.
 
 `translate` turns a file (or a dict) into a `ZeroConfig`, arguments for the Trainer, and the
-optimizer and scheduler sections as data. What would change the training and is not available here
-is a `ValueError`; what has no meaning here is named in `Translation.ignored`. Imports layout alone.
+optimizer and scheduler sections as data. A setting that would change the training and is not
+supported is a `ValueError`; a setting without effect is listed in `Translation.ignored`. Imports
+only the package layout.
 
-    translate   the file as settings of ours
-    optimizer   its optimizer and scheduler sections, built
-    file        its sections, and what becomes of every key that DeepSpeed knows
+    translate   converts the file into settings of this package
+    optimizer   builds its optimizer and scheduler sections
+    file        parses its sections; has a rule for every key of DeepSpeed
 
 Begin with `translate`.
 
-[Note: where the file is silent] What decides the result follows DeepSpeed (stage 0, float32, a
-dynamic loss scale from 2**16 with a window of 1000, AdamW logic for "Adam"); what decides speed
-alone follows `ZeroConfig`. Two departures:
+[Note: defaults] Where the file has no setting, settings that change the result follow DeepSpeed
+(stage 0, float32, a dynamic loss scale from 2**16 with a window of 1000, AdamW logic for "Adam");
+settings that change only the speed follow `ZeroConfig`. There are two exceptions:
 
 - Gradients are summed in float32 unless communication_data_type or grad_accum_dtype lowers it.
   DeepSpeed sums in the dtype of training.
-- DeepSpeed does not clip gradients before 0.19.3 and clips at 1.0 since. Here, as in Lightning's
-  own DeepSpeedStrategy, a silent file leaves it to `Trainer(gradient_clip_val=...)`, and a warning
-  says so.
+- Before 0.19.3 DeepSpeed does not clip gradients; since then it clips at 1.0. Here, as in
+  Lightning's own DeepSpeedStrategy, `Trainer(gradient_clip_val=...)` decides if the file has no
+  setting, and a warning is logged.
 """
 
 from lightning_zero.deepspeed.optimizer import build_optimizer, build_scheduler

@@ -1,9 +1,9 @@
-"""The optimizer and scheduler sections of a DeepSpeed configuration, as torch builds them.
+"""Builds the optimizer and scheduler sections of a DeepSpeed configuration with torch's classes.
 
-[Note: the first step] DeepSpeed's schedulers count from -1: the first optimizer step runs at the
-initial learning rate, and the k-th (from 0) at that of iteration k - 1. The `LambdaLR`s here give
-the same learning rate to the same step (as DeepSpeed since 0.15.3; before, the first step took the
-optimizer's own).
+[Note: the first step] DeepSpeed's schedulers count from -1: the first optimizer step uses the
+initial learning rate, and step k (from 0) that of iteration k - 1. The `LambdaLR`s here give every
+step the same learning rate (as DeepSpeed since 0.15.3; earlier releases used the optimizer's own
+rate in the first step).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Parameters", "build_optimizer", "build_scheduler"]
 
 Parameters: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
-# DeepSpeed's own optimizers, which torch lacks or has under the same name with other arithmetic.
+# DeepSpeed's own optimizers; torch lacks them, or has a different one of the same name.
 _UNSUPPORTED = (
     *("lamb", "onebitadam", "onebitlamb", "zerooneadam"),
     *("muadam", "muadamw", "musgd", "lion", "muon"),
@@ -33,24 +33,26 @@ _FUSED_ADAM = {"bias_correction": True, "amsgrad": False, "fp32_optimizer_states
 
 
 def build_optimizer(section: Mapping[str, Any], parameters: Parameters) -> Optimizer:
-    """The torch optimizer that does what DeepSpeed's would.
+    """Builds the torch optimizer that is equivalent to DeepSpeed's.
 
-    "Adam" and "AdamW" have DeepSpeed's defaults: decoupled weight decay unless Adam says
-    `adam_w_mode: false`, weight_decay 0. Any other name is looked up in `torch.optim`.
+    "Adam" and "AdamW" have DeepSpeed's defaults: decoupled weight decay unless Adam has
+    `adam_w_mode: false`, and weight_decay 0. Any other name is looked up in `torch.optim`.
 
     Args:
-        section: `{"type": ..., "params": {...}}`. "auto" takes DeepSpeed's default, except for lr.
+        section: `{"type": ..., "params": {...}}`. "auto" means DeepSpeed's default, except for lr.
         parameters: Parameters or parameter groups.
 
     Raises:
-        ValueError: An optimizer or an argument that torch does not have.
+        ValueError: torch does not have the optimizer or an argument.
     """
     name, given = _type_and_params(section, "optimizer")
     if given.has("max_grad_norm"):
-        raise ValueError("optimizer.params.max_grad_norm: write gradient_clipping instead.")
+        raise ValueError(
+            "optimizer.params.max_grad_norm is not supported; set gradient_clipping instead."
+        )
     if given.values.get("lr") == "auto":
         raise ValueError(
-            'optimizer.params.lr is "auto", which only Hugging Face fills in; write it.'
+            'optimizer.params.lr is "auto", which only Hugging Face replaces; set a number.'
         )
     settings = {key: value for key, value in given.values.items() if not is_unset(value)}
     if name.lower() in ("adam", "adamw"):
@@ -77,8 +79,8 @@ def _torch_optimizer(name: str) -> Callable[..., Optimizer]:
             if key.lower() == name.lower() and is_optimizer and kind is not Optimizer:
                 return cast("type[Optimizer]", kind)
     raise ValueError(
-        f"optimizer.type {name} is not supported: expected Adam, AdamW, SGD, Adagrad or another of "
-        "torch.optim; build it in configure_optimizers and remove the section."
+        f"optimizer.type {name} is not supported: expected Adam, AdamW, SGD, Adagrad or another "
+        "optimizer of torch.optim; build it in configure_optimizers and remove the section."
     )
 
 
@@ -91,8 +93,8 @@ def _adam(
     if not given.flag("torch_adam"):
         for key, only in _FUSED_ADAM.items():
             if rest.pop(key, only) is not only:
-                raise given.error(key, f"{str(only).lower()} (nothing else is available here)")
-        rest = {"weight_decay": 0.0, **rest}  # torch's AdamW decays by 0.01 unless told
+                raise given.error(key, f"{str(only).lower()} (other values are not supported)")
+        rest = {"weight_decay": 0.0, **rest}  # torch's AdamW decays by 0.01 by default
         rest.pop("set_grad_none", None)
     if "betas" in rest:
         rest["betas"] = tuple(rest["betas"])
@@ -105,17 +107,17 @@ Factor: TypeAlias = Callable[[int], float]
 def build_scheduler(
     section: Mapping[str, Any], optimizer: Optimizer, *, total_num_steps: int | None = None
 ) -> LambdaLR:
-    """The schedule as a `LambdaLR`, to be stepped after every optimizer step.
+    """Builds the schedule as a `LambdaLR`, which must be stepped after every optimizer step.
 
-    Schedules with learning rates of their own (all but WarmupCosineLR) replace the optimizer's.
+    Schedules with their own learning rates (all but WarmupCosineLR) replace the optimizer's.
 
     Args:
         section: `{"type": ..., "params": {...}}`.
-        optimizer: The optimizer whose learning rates follow the schedule.
-        total_num_steps: Used where the file leaves total_num_steps open.
+        optimizer: Optimizer whose learning rates follow the schedule.
+        total_num_steps: Number of optimizer steps, if the file does not set total_num_steps.
 
     Raises:
-        ValueError: A schedule or an argument that is not supported.
+        ValueError: The schedule or an argument is not supported.
     """
     name, given = _type_and_params(section, "scheduler")
     if name not in _SCHEDULES:
@@ -134,16 +136,16 @@ def build_scheduler(
 
 
 def _steps(given: Section, key: str, default: int | None = None) -> int:
-    """A count of steps; "auto" and a missing default are errors, since they decide the schedule."""
+    """A number of steps. "auto", or no value and no default, is an error."""
     if given.values.get(key) == "auto" or (default is None and not given.has(key)):
-        raise ValueError(f"{given.path(key)} is open: write the number of steps.")
+        raise ValueError(f"{given.path(key)} has no value: set the number of steps.")
     value = given.integer(key, minimum=1) if given.has(key) else default
     assert value is not None
     return value
 
 
 def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None) -> list[float]:
-    """A learning rate for each parameter group; None: the group's own."""
+    """A learning rate for each parameter group; without a value the default, or the group's own."""
     value = given.get(key)
     groups = optimizer.param_groups
     if value is None:
@@ -156,18 +158,18 @@ def _rates(given: Section, key: str, optimizer: Optimizer, default: float | None
 
 
 def _warmup(given: Section) -> tuple[int, Factor]:
-    """Length of the warm-up and its share of the way from lowest to highest at iteration i."""
+    """Number of warm-up steps, and the fraction of the warm-up completed at iteration i."""
     num_steps = max(2, _steps(given, "warmup_num_steps", 1000))
     kind = given.get("warmup_type") if given.has("warmup_type") else "log"
     if kind not in ("log", "linear"):
         raise given.error("warmup_type", '"log" or "linear"')
 
-    def share(i: int) -> float:
+    def fraction(i: int) -> float:
         if i < 0:
             return 0.0
         return math.log(i + 1) / math.log(num_steps) if kind == "log" else i / num_steps
 
-    return num_steps, share
+    return num_steps, fraction
 
 
 def _warmup_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
@@ -187,15 +189,15 @@ def _warmup_then(
 ) -> LambdaLR:
     lows = _rates(given, "warmup_min_lr", optimizer, 0.0)
     highs = _rates(given, "warmup_max_lr", optimizer, highest)
-    num_steps, share = _warmup(given)
+    num_steps, fraction = _warmup(given)
     if not all(highs):
-        raise ValueError(f"the scheduler's highest learning rate must be above 0, got {highs}.")
+        raise ValueError(f"the scheduler's warmup_max_lr must be above 0, got {highs}.")
     for group, high in zip(optimizer.param_groups, highs, strict=True):
-        group["lr"] = high  # a `LambdaLR` has factors: this is their base
+        group["lr"] = high  # the base of the factors of `LambdaLR`
 
     def factor(low: float, high: float) -> Factor:
         def at(k: int) -> float:
-            gamma = share(k - 1) if k - 1 < num_steps else after(k - 1)
+            gamma = fraction(k - 1) if k - 1 < num_steps else after(k - 1)
             return (low + (high - low) * gamma) / high
 
         return at
@@ -204,7 +206,7 @@ def _warmup_then(
 
 
 def _warmup_cosine_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
-    total, (num_steps, share) = _steps(given, "total_num_steps"), _warmup(given)
+    total, (num_steps, fraction) = _steps(given, "total_num_steps"), _warmup(given)
     first = given.number("warmup_min_ratio") or 0.0
     last = given.number("cos_min_ratio")
     last = 0.0001 if last is None else last
@@ -214,7 +216,7 @@ def _warmup_cosine_lr(given: Section, optimizer: Optimizer) -> LambdaLR:
         if i < 0:
             return 0.0
         if i < num_steps:
-            return first + (1 - first) * share(i)
+            return first + (1 - first) * fraction(i)
         progress = min(1.0, (i - num_steps + 1) / max(1, total - num_steps))
         return last + (1 - last) * (1 + math.cos(math.pi * progress)) / 2
 

@@ -1,4 +1,4 @@
-"""From a DeepSpeed configuration to a `ZeroConfig` and arguments for the Trainer."""
+"""Translates a DeepSpeed configuration into a `ZeroConfig` and arguments for the Trainer."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _PRECISIONS = {torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
 
 @dataclass(frozen=True)
 class Translation:
-    """A DeepSpeed configuration in the terms of this package and of Lightning.
+    """A DeepSpeed configuration in the settings of this package and of Lightning.
 
     Attributes:
         config: Settings of the engine.
-        trainer_kwargs: What the Trainer owns, as far as the file sets it: precision,
-            accumulate_grad_batches, gradient_clip_val.
+        trainer_kwargs: Arguments of the Trainer that the file sets, among precision,
+            accumulate_grad_batches and gradient_clip_val.
         batch_size_per_device: Samples of one micro-batch on one device, for the DataLoader. None:
-            the file does not say, or not without a world size.
-        grad_scaler_kwargs: Arguments for `torch.amp.GradScaler`; empty unless fp16 is on.
-        optimizer: The section as written, or None. See `configure_optimizers`.
-        scheduler: The section as written, or None.
-        ignored: Setting as written -> why it has no effect here.
-        warnings: Sentences about what the user must do or know for the same training.
+            the file does not determine it, or only with a world size.
+        grad_scaler_kwargs: Arguments of `torch.amp.GradScaler`; empty unless fp16 is on.
+        optimizer: Section as written, or None. See `configure_optimizers`.
+        scheduler: Section as written, or None.
+        ignored: Settings as written that have no effect, and the reasons.
+        warnings: Sentences about actions of the user that the same training requires.
     """
 
     config: ZeroConfig
@@ -50,15 +50,15 @@ class Translation:
     def configure_optimizers(
         self, parameters: Parameters, *, total_num_steps: int | None = None
     ) -> dict[str, Any]:
-        """What `LightningModule.configure_optimizers` returns for the file's sections.
+        """The result for `LightningModule.configure_optimizers`, built from the file's sections.
 
         Args:
             parameters: Parameters or parameter groups, as for any torch optimizer.
-            total_num_steps: Optimizer steps of the run, where the file says "auto"
+            total_num_steps: Number of optimizer steps of the run, for "auto" in the file
                 (`trainer.estimated_stepping_batches`).
 
         Raises:
-            ValueError: The file has no optimizer section, or one that cannot be built.
+            ValueError: The file has no optimizer section, or it cannot be built.
         """
         if self.optimizer is None:
             raise ValueError("the file has no optimizer section; build the optimizer yourself.")
@@ -72,32 +72,33 @@ class Translation:
         }
 
     def message(self) -> str:
-        """Warnings and ignored settings as one text, to be logged once; empty if there are none."""
+        """Text with all warnings and ignored settings, for one log entry; empty without any."""
         lines = list(self.warnings)
-        unsaid = [k for k in self.ignored if not any(w.startswith(k) for w in self.warnings)]
-        if unsaid:
+        others = [k for k in self.ignored if not any(w.startswith(k) for w in self.warnings)]
+        if others:
             lines.append("these settings have no effect here:")
-            lines += [f"  {setting}: {self.ignored[setting]}" for setting in unsaid]
+            lines += [f"  {setting}: {self.ignored[setting]}" for setting in others]
         return "\n".join(("DeepSpeed configuration:", *lines)) if lines else ""
 
 
 def translate(
     source: str | os.PathLike[str] | Mapping[str, Any], *, world_size: int | None = None
 ) -> Translation:
-    """Translate a DeepSpeed configuration.
+    """Translates a DeepSpeed configuration.
 
     Args:
-        source: Path of a JSON file, or the same as a mapping. null and "auto" leave a setting open.
-        world_size: Data parallel ranks, for the batch arithmetic. None: not known yet.
+        source: Path of a JSON file, or its content as a mapping. null and "auto" mean that a
+            setting has no value.
+        world_size: Number of data-parallel ranks, to check batch sizes. None: not known yet.
 
     Raises:
-        ValueError: An unknown key, a value out of range, batch sizes that do not multiply, or a
-            setting that changes the training and is not available here.
+        ValueError: A key is unknown, a value is out of range, batch sizes are inconsistent, or a
+            setting would change the training and is not supported.
         TypeError: `source` is neither a path nor a mapping.
         OSError: The file cannot be read.
     """
     if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"world_size must be a whole number of at least 1, got {world_size!r}.")
+        raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
     file = read(source)
     file.note_ignored_keys()
     warnings: list[str] = []
@@ -108,7 +109,7 @@ def translate(
     if "gradient_clipping" not in file.values:
         warnings.append(
             "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since 0.19.3 and did not "
-            "before; here Trainer(gradient_clip_val=...) decides. Write it to be sure."
+            "clip before; here Trainer(gradient_clip_val=...) decides. Set it to be sure."
         )
     trainer_kwargs = {
         "precision": _PRECISIONS.get(dtype),
@@ -119,8 +120,8 @@ def translate(
     optimizer.note_ignored_keys()
     if optimizer.values or scheduler.values:
         warnings.append(
-            "the optimizer and scheduler sections are used only if configure_optimizers returns "
-            "strategy.translation.configure_optimizers(self.parameters())."
+            "the optimizer and scheduler sections have an effect only if configure_optimizers "
+            "returns strategy.translation.configure_optimizers(self.parameters())."
         )
     return Translation(
         config=config,
@@ -153,7 +154,7 @@ def _dtype(section: Section, key: str) -> torch.dtype | None:
 
 
 def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
-    """The dtype of training and the settings of the loss scaler."""
+    """Dtype of training, and arguments of the loss scaler."""
     fp16, autocast = file.section("fp16"), file.section("torch_autocast")
     bf16 = file.section("bf16" if "bf16" in file.values else "bfloat16")
     enabled = [section for section in (fp16, bf16, autocast) if section.flag("enabled")]
@@ -164,8 +165,8 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
         for key in section.values:
             if key.endswith(("master_weights_and_grads", "optimizer_states")) and section.flag(key):
                 raise ValueError(
-                    f"{section.path(key)} = True changes the training and is not available here: "
-                    "masters and optimizer state are float32; set it to false."
+                    f"{section.path(key)} = True would change the training and is not supported: "
+                    "masters and optimizer states are float32; set it to false."
                 )
     if not enabled:
         return torch.float32, {}
@@ -176,16 +177,16 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
         return torch.float16, _grad_scaler_kwargs(fp16)
     for key in ("check_grad_overflow", "check_overflow"):
         if bf16.flag(key):
-            bf16.ignore(key, "a step with infinite gradients is not skipped in bf16")
+            bf16.ignore(key, "bf16 does not skip steps with infinite gradients")
     return torch.bfloat16, {}
 
 
 def _grad_scaler_kwargs(fp16: Section) -> dict[str, Any]:
-    """Arguments for `torch.amp.GradScaler`; a static scale is one whose factors round to 1."""
+    """Arguments of `torch.amp.GradScaler`; a static loss scale has factors that round to 1."""
     power = fp16.integer("initial_scale_power")
     window = fp16.integer("loss_scale_window", minimum=1)
     if static := fp16.number("loss_scale"):
-        # GradScaler wants factors on either side of 1; in float32 these two change nothing.
+        # GradScaler requires factors above and below 1; these two have no effect in float32.
         up, down = math.nextafter(1.0, 2.0), math.nextafter(1.0, 0.0)
         return {"init_scale": static, "growth_factor": up, "backoff_factor": down}
     return {
@@ -195,27 +196,28 @@ def _grad_scaler_kwargs(fp16: Section) -> dict[str, Any]:
 
 
 def _reduce_dtype(file: Section, dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which gradients travel and are kept; None where the file leaves both open.
+    """Dtype in which gradients are reduced and accumulated; None if the file sets neither.
 
-    DeepSpeed has a dtype for each; here it is one, so the one that holds both.
+    DeepSpeed has two dtypes; here there is one, to which both are promoted.
     """
     types = file.section("data_types")
     if types.has("buffer_dtype"):
-        raise types.error("buffer_dtype", "left out (buffers keep their dtype)")
+        raise types.error("buffer_dtype", "null (buffers keep their dtype)")
     if types.has("param_dtype"):
         if _dtype(types, "param_dtype") is not dtype:
             raise types.error("param_dtype", f"the dtype of training, {dtype},")
         types.ignore("param_dtype", "precision decides")
-    wire, kept = _dtype(file, "communication_data_type"), _dtype(types, "grad_accum_dtype")
-    if wire is None or kept is None:
-        return wire or kept
-    both = torch.promote_types(wire, kept)
-    why = f"gradients travel and are kept in one dtype, {both}, which holds both"
-    if wire is not both:
+    reduce_dtype = _dtype(file, "communication_data_type")
+    accum_dtype = _dtype(types, "grad_accum_dtype")
+    if reduce_dtype is None or accum_dtype is None:
+        return reduce_dtype or accum_dtype
+    promoted = torch.promote_types(reduce_dtype, accum_dtype)
+    why = f"gradients are reduced and accumulated in one dtype, here {promoted}"
+    if reduce_dtype is not promoted:
         file.ignore("communication_data_type", why)
-    if kept is not both:
+    if accum_dtype is not promoted:
         types.ignore("grad_accum_dtype", why)
-    return both
+    return promoted
 
 
 # -------------------------------------------------------------------- batch sizes
@@ -224,7 +226,7 @@ def _reduce_dtype(file: Section, dtype: torch.dtype) -> torch.dtype | None:
 def _batch(
     file: Section, world_size: int | None, warnings: list[str]
 ) -> tuple[int | None, int | None]:
-    """Micro-batches per step and samples per micro-batch, inferred as DeepSpeed infers them."""
+    """Micro-batches per step and samples per micro-batch, inferred in the same way as DeepSpeed."""
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total = file.integer("train_batch_size", minimum=1)
     micro, steps = (file.integer(key, minimum=1) for key in keys)
@@ -239,19 +241,19 @@ def _batch(
     if rest or quotient == 0 or (len(known) == 3 and quotient != 1):
         got = " x ".join("?" if size is None else str(size) for size in sizes)
         raise ValueError(
-            f"train_batch_size {total} must be train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x world size, got {got}; correct one of them."
+            f"train_batch_size must be train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps x world size, got {total} and {got}; correct one of them."
         )
     if world_size is None and micro is None:
         warnings.append(
-            f"train_batch_size {total} counts all devices and micro-batches: give the DataLoader "
+            f"train_batch_size {total} covers all devices and micro-batches: use a DataLoader with "
             f"batch_size = {total} / ({steps or 'accumulate_grad_batches'} x number of devices)."
         )
     elif world_size is None and steps is None:
         raise ValueError(
             f"gradient_accumulation_steps follows from train_batch_size {total}, "
             f"train_micro_batch_size_per_gpu {micro} and the world size, which is not known; "
-            "pass world_size=... or write gradient_accumulation_steps."
+            "pass world_size=... or set gradient_accumulation_steps."
         )
     elif len(known) == 2 and world_size is not None:
         return (quotient, micro) if steps is None else (steps, quotient)
@@ -263,21 +265,23 @@ def _batch(
 
 def _zero_config(file: Section, dtype: torch.dtype | None, param_itemsize: int) -> ZeroConfig:
     value = file.values.get("zero_optimization")
-    if isinstance(value, int):  # a bool is one: before there was a section, true meant stage 1
+    if isinstance(value, int):  # or a bool: in old files true means stage 1
         old = {"stage": int(value), "allgather_bucket_size": file.values.get("allgather_size")}
         zero = Section(old, "zero_optimization", file.ignored)
     else:
         if file.has("allgather_size"):
             file.ignore("allgather_size", "zero_optimization.allgather_bucket_size decides")
         zero = file.section("zero_optimization")
-    if zero.values.get("stage") == "auto" or (number := zero.integer("stage") or 0) not in STAGES:
+    is_open = zero.values.get("stage") == "auto"
+    number = 0 if is_open else zero.integer("stage") or 0
+    if is_open or number not in STAGES:
         raise zero.error("stage", "0, 1, 2 or 3")
     zero.note_ignored_keys()
     stage = STAGES[number]
     settings: dict[str, Any] = _sizes(zero, stage) | _offloads(zero, stage, param_itemsize)
     if (overlaps := zero.flag("overlap_comm")) is not None:
         settings["overlap_comm"] = overlaps
-    group_size = zero.integer("mics_shard_size", minimum=-1) or -1  # of MiCS; -1 is all ranks
+    group_size = zero.integer("mics_shard_size", minimum=-1) or -1  # -1 means all ranks
     if group_size > 0 and stage.shards_params:
         settings["sharding_group_size"] = group_size
     elif group_size > 0:
@@ -286,14 +290,16 @@ def _zero_config(file: Section, dtype: torch.dtype | None, param_itemsize: int) 
 
 
 def _sizes(zero: Section, stage: Stage) -> dict[str, int]:
-    """Sizes with a meaning in this stage. A bucket of 0 in DeepSpeed is one of 1 here."""
+    """Sizes that apply to this stage. A bucket size of 0 in DeepSpeed becomes 1."""
     sizes = {}
     for name in SIZES:
         need = NEEDS.get(name)
         keys = [key for key in (name, STAGE3_PREFIX + name) if zero.has(key)]
         values = {zero.integer(key) for key in keys}
         if len(values) > 1:
-            raise ValueError(f"{' and '.join(keys)} are one setting with two values; keep one.")
+            raise ValueError(
+                f"{' and '.join(keys)} are the same setting with two values; remove one."
+            )
         for value in values:
             if need is not None and not need.is_met_by(stage):
                 zero.ignore(keys[0], f"it needs {need.stages}; the file asks for {stage}")
@@ -302,7 +308,7 @@ def _sizes(zero: Section, stage: Stage) -> dict[str, int]:
     return sizes
 
 
-# Old names, and why it has no effect in some stages.
+# Old names of a section, and the reason why it has no effect in some stages.
 _OFFLOADS = {
     "offload_optimizer": ("cpu_offload", "it needs a stage above 0"),
     "offload_param": (
@@ -311,14 +317,14 @@ _OFFLOADS = {
     ),
 }
 _NVME_ONLY = ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
-_MINIMUMS = {"buffer_count": 2, "buffer_size": 2**16}  # DeepSpeed takes any number of any size
+_MINIMUMS = {"buffer_count": 2, "buffer_size": 2**16}  # DeepSpeed has no minimum
 
 
 def _offloads(zero: Section, stage: Stage, param_itemsize: int) -> dict[str, OffloadConfig]:
-    """Settings of `ZeroConfig` for what the file offloads.
+    """Offload settings of `ZeroConfig`.
 
-    DeepSpeed's meaning holds: parameters are offloaded in stage 3 only, and below stage 3 an
-    optimizer "on NVMe" is in CPU memory, as a whole.
+    They follow DeepSpeed: parameters are offloaded in stage 3 only, and below stage 3 "nvme" means
+    that the entire optimizer is in CPU memory.
     """
     settings = {}
     for name, (*old_names, why_not) in _OFFLOADS.items():
@@ -335,12 +341,12 @@ def _offloads(zero: Section, stage: Stage, param_itemsize: int) -> dict[str, Off
 
 
 def _offload_section(zero: Section, name: str, old_names: Sequence[str]) -> Section | None:
-    """The section `name`, or what an old flag means; None where nothing is offloaded."""
+    """The section `name`, or the equivalent of an old flag; None if nothing is offloaded."""
     old = [key for key in old_names if zero.flag(key)]
     values = {} if zero.values.get(name) is False else zero.section(name).values
     if old and values:
         raise ValueError(
-            f"{zero.path(old[0])} is the old name of {zero.path(name)}; keep the section only."
+            f"{zero.path(old[0])} is the old name of {zero.path(name)}; keep only the section."
         )
     if old:
         values = {"device": "cpu"}
@@ -368,8 +374,8 @@ def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConf
             section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
     if device == "nvme" and not stage.shards_params:
         why = (
-            "below stage 3 DeepSpeed keeps the optimizer in CPU memory; ZeroStrategy's "
-            "offload_optimizer='nvme' would not"
+            "below stage 3 DeepSpeed keeps the optimizer in CPU memory; for NVMe use "
+            "ZeroStrategy(offload_optimizer='nvme')"
         )
         section.ignore("nvme_path", why)
         device = "cpu"
@@ -384,7 +390,7 @@ def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConf
         elif key != "max_in_cpu":
             settings[key] = max(value, _MINIMUMS[key]) if key in _MINIMUMS else value
         elif value:
-            # CPU memory first, NVMe for the rest: what "auto" does with no room on the device.
+            # "auto" without device memory fills CPU memory first, and stores the rest on NVMe.
             device, in_cpu = "auto", value * param_itemsize
             settings |= {"max_in_device_bytes": 0, "max_in_cpu_bytes": in_cpu}
     return OffloadConfig(device, **settings)

@@ -1,8 +1,8 @@
-"""Makes pickles at random, and sees whether reading one does anything but return or raise.
+"""Creates random pickles and checks that reading one only returns or raises.
 
-A sequence of opcodes is drawn from all that pickle has, with arguments that fit: names of classes
-that a checkpoint may hold and of functions that it must not reach, states with attributes to be
-replaced. Half of the sequences are those of a real file, with some opcodes changed.
+A sequence of opcodes is drawn from all opcodes of pickle, with fitting arguments: names of classes
+that a checkpoint may contain and of functions that it must not call, states that replace
+attributes. Half of the sequences come from a real file, with some opcodes changed.
 """
 
 import builtins
@@ -40,7 +40,7 @@ _NAMESPACES += [filesystem._StorageInfo, torch.dtype, torch.serialization, torch
 
 
 def attributes():
-    """What every name means in the modules and classes that a pickle may name."""
+    """Attributes of the modules and classes that a pickle may name, by name."""
     return [dict(vars(space)) for space in _NAMESPACES]
 
 
@@ -60,7 +60,7 @@ def _sized(length, data):
 
 
 def _argument(opcode, draw):
-    """Bytes that follow an opcode, of the kind that it wants."""
+    """Random argument of an opcode, as bytes."""
     kind = opcode.arg.name if opcode.arg else ""
     if kind == "stringnl_noescape_pair":
         return b"".join(word.encode() + b"\n" for word in draw.choice(_ASKED_FOR))
@@ -94,7 +94,7 @@ def _global(draw):
 
 
 def attack(draw):
-    """Sets attributes of what a name stands for, or calls it, and leaves it on the stack."""
+    """Opcodes that set attributes of a global or call it, and leave it on the stack."""
     texts = [b"\x8c" + _sized(1, _text(draw)) for _ in range(2)]
     state = b"}(" + texts[0] + texts[1] + b"u"
     return draw.choice(
@@ -130,7 +130,7 @@ def _changed(opcodes, draw):
 
 
 def opcodes_of(data):
-    """The bytes of each opcode of a pickle."""
+    """Bytes of each opcode of a pickle."""
     starts = [place for _, _, place in pickletools.genops(data)]
     return [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)], strict=True)]
 
@@ -153,7 +153,7 @@ def pickles(real, seed, count):
 
 
 class Watch:
-    """Notes what the process does beside computing; there is no way to take it off again."""
+    """Records the process's audit events; it cannot be removed again."""
 
     def __init__(self):
         self.seen = []
@@ -176,8 +176,8 @@ class Watch:
         self._is_on = False
 
 
-def findings(read, made):
-    """What `read` did that it must not do with the bytes in `made`."""
+def find_violations(read, made):
+    """Forbidden actions of `read` for the byte strings in `made`."""
     watch = Watch()
     before = [*attributes(), dict(sys.modules)]
     found = []

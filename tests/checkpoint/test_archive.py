@@ -1,4 +1,4 @@
-"""Torch files that are written in pieces, and their checksums."""
+"""Torch files: writing in pieces, and checksums."""
 
 import io
 import os
@@ -57,12 +57,12 @@ def test_torch_loads_plain_and_stored_tensors(dtype, is_mapped, tmp_path):
 
 
 def test_it_holds_what_torch_save_holds(tmp_path):
-    whole = torch.arange(12.0).view(3, 4)
+    full = torch.arange(12.0).view(3, 4)
     tree = OrderedDict(
-        whole=whole,
-        part=whole[1:, ::2],
+        full=full,
+        part=full[1:, ::2],
         parameter=nn.Parameter(torch.ones(2), requires_grad=False),
-        shared=[whole, whole.view(-1)],
+        shared=[full, full.view(-1)],
         storage=torch.arange(3).untyped_storage(),
         sparse=torch.eye(3).to_sparse(),
         python={"step": 3, "name": "x", "none": None, 4: (1.5, True)},
@@ -72,13 +72,13 @@ def test_it_holds_what_torch_save_holds(tmp_path):
     theirs = torch.load(tmp_path / "torch.pt", weights_only=False)
     assert list(ours) == list(theirs)
     assert ours["part"].stride() == theirs["part"].stride()
-    assert ours["part"].data_ptr() - ours["whole"].data_ptr() == 16
-    assert ours["shared"][1].data_ptr() == ours["whole"].data_ptr()
+    assert ours["part"].data_ptr() - ours["full"].data_ptr() == 16
+    assert ours["shared"][1].data_ptr() == ours["full"].data_ptr()
     assert type(ours["parameter"]) is nn.Parameter
     assert torch.equal(ours["sparse"].to_dense(), torch.eye(3))
     assert ours["storage"].nbytes() == theirs["storage"].nbytes()
     assert ours["python"] == tree["python"]
-    assert torch.equal(ours["whole"], whole)
+    assert torch.equal(ours["full"], full)
 
 
 def test_a_stored_tensor_under_two_names_is_written_once_and_tied_again(tmp_path):
@@ -90,16 +90,16 @@ def test_a_stored_tensor_under_two_names_is_written_once_and_tied_again(tmp_path
 
 def test_a_stored_tensor_is_read_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("lightning_zero.checkpoint.torch_file.PIECE_BYTES", 64)
-    values, reads, told = torch.rand(50), [], []
+    values, reads, reported = torch.rand(50), [], []
 
     def read(start, stop):
         reads.append((start, stop))
         return values[start:stop].clone()
 
     tree = {"x": LazyTensor.of(values.shape, values.dtype, read)}
-    write_torch_file(tree, tmp_path / "a.pt", told.append)
+    write_torch_file(tree, tmp_path / "a.pt", reported.append)
     assert reads == [(0, 16), (16, 32), (32, 48), (48, 50)]
-    assert told == [64, 64, 64, 8]
+    assert reported == [64, 64, 64, 8]
     assert torch.equal(torch.load(tmp_path / "a.pt")["x"], values)
     assert not find_damage(tmp_path / "a.pt")
 
@@ -139,13 +139,13 @@ def test_a_truncated_file_is_an_error(kept, tmp_path):
 def test_a_wrong_bit_in_the_directory_at_the_end_is_named_and_never_another_error(tmp_path):
     path = tmp_path / "a.pt"
     write_torch_file({"x": torch.arange(4.0)}, path)
-    whole = path.read_bytes()
+    full = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
         start = archive.start_dir
     num_found = 0
-    for place in range(start, len(whole)):
+    for place in range(start, len(full)):
         for bit in (0, 3, 7):
-            data = bytearray(whole)
+            data = bytearray(full)
             data[place] ^= 1 << bit
             path.write_bytes(data)
             num_found += bool(find_damage(path))

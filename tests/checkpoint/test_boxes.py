@@ -1,4 +1,4 @@
-"""A flat range as boxes."""
+"""Splitting a flat range into boxes."""
 
 import math
 
@@ -22,12 +22,12 @@ def ranges(draw):
 @given(ranges())
 def test_the_boxes_are_the_range_in_order(case):
     shape, start, stop = case
-    whole = torch.arange(math.prod(shape)).view(shape)
+    full = torch.arange(math.prod(shape)).view(shape)
     position = start
     for box in boxes_of_range(shape, start, stop):
         assert box.start == position
         index = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
-        assert whole[index].flatten().tolist() == list(range(box.start, box.stop))
+        assert full[index].flatten().tolist() == list(range(box.start, box.stop))
         position = box.stop
     assert position == max(start, stop)
 

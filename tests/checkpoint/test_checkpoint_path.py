@@ -1,4 +1,4 @@
-"""What users call the path of a checkpoint."""
+"""Spellings of a checkpoint's path."""
 
 from pathlib import Path
 

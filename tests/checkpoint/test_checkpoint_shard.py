@@ -1,4 +1,4 @@
-"""This rank's part of a tensor, to torch's own planners."""
+"""`CheckpointShard` with torch's own planners."""
 
 import copy
 import io
@@ -20,11 +20,11 @@ def values(shape):
     return torch.arange(float(torch.Size(shape).numel())).view(shape) + 1
 
 
-def shard(whole, rank, world_size, name="weight"):
-    numel = whole.numel()
+def shard(full, rank, world_size, name="weight"):
+    numel = full.numel()
     owned = range(numel * rank // world_size, numel * (rank + 1) // world_size)
-    flat = whole.reshape(-1)
-    return CheckpointShard.of(name, whole.shape, whole.dtype, owned, lambda a, b: flat[a:b])
+    flat = full.reshape(-1)
+    return CheckpointShard.of(name, full.shape, full.dtype, owned, lambda a, b: flat[a:b])
 
 
 @pytest.fixture(scope="module")
@@ -73,19 +73,19 @@ def _exchange_with_dtensors(rank, world_size, saved, path):
     dcp.load(state, checkpoint_id=saved)
     for name, value in state.items():
         assert torch.equal(value.full_tensor(), values(SHAPES[name])), name
-    whole = {"matrix": values((5, 7)) * 2, "cube": values((3, 2, 5)) * 2}
+    full = {"matrix": values((5, 7)) * 2, "cube": values((3, 2, 5)) * 2}
     dcp.save(
         {
-            "matrix": distribute_tensor(whole["matrix"], mesh, [Shard(1)]),
-            "cube": distribute_tensor(whole["cube"], mesh, [Shard(0)]),
+            "matrix": distribute_tensor(full["matrix"], mesh, [Shard(1)]),
+            "cube": distribute_tensor(full["cube"], mesh, [Shard(0)]),
         },
         checkpoint_id=path,
     )
-    targets = {name: torch.zeros_like(value) for name, value in whole.items()}
+    targets = {name: torch.zeros_like(value) for name, value in full.items()}
     dcp.load({n: shard(t, rank, world_size) for n, t in targets.items()}, checkpoint_id=path)
     for name, target in targets.items():
         dist.all_reduce(target)
-        assert torch.equal(target, whole[name]), name
+        assert torch.equal(target, full[name]), name
 
 
 def test_only_the_values_of_a_box_are_read_when_it_is_written():

@@ -1,4 +1,4 @@
-"""What is damaged in any way is an error that names the file, or it is as it was."""
+"""Any damage of a checkpoint is an error that names the file, or has no effect on its values."""
 
 import pickle
 import random
@@ -17,7 +17,7 @@ from tests.deepspeed_format import write_deepspeed
 from tests.test_deepspeed_checkpoint import trained
 from tests.test_source import write_indexed
 
-_NAMED_BY_KIND = (".index.json", "_model_states.pt")  # nothing else there has their names
+_NAMED_BY_KIND = (".index.json", "_model_states.pt")  # no other entry has their names
 _FORMS = ["file", "sharded", "safetensors", "indexed", "bin", "deepspeed"]
 
 
@@ -29,7 +29,7 @@ def _content():
 
 
 def _write(form, path):
-    """A checkpoint of this form; the path to open."""
+    """Writes a checkpoint of this format; returns the path to open."""
     if form == "file":
         write_torch_file(_content(), path)
     elif form == "sharded":
@@ -46,7 +46,7 @@ def _write(form, path):
 
 
 def _flat(value, name=""):
-    """Everything in a tree by its place, tensors read."""
+    """Leaves of a tree by path, tensors with values."""
     if isinstance(value, dict):
         return {
             k: v for key, each in value.items() for k, v in _flat(each, f"{name}/{key}").items()
@@ -60,9 +60,11 @@ def _flat(value, name=""):
 
 
 def _damage(file, others, draw):
-    """One damage, as disks, copies and people make them; what it was."""
+    """Damages a file as disks, copies and users do; returns a description."""
     data = bytearray(file.read_bytes())
-    kind = draw.choice(["bit", "bits", "zeros", "noise", "cut", "empty", "gone", "more", "other"])
+    kind = draw.choice(
+        ["bit", "bits", "zeros", "noise", "truncated", "empty", "gone", "more", "other"]
+    )
     at = draw.randrange(len(data))
     length = draw.choice([1, 16, 512, 4096])
     if kind == "bit":
@@ -74,7 +76,7 @@ def _damage(file, others, draw):
         data[at : at + length] = bytes(len(data[at : at + length]))
     elif kind == "noise":
         data[at : at + length] = draw.randbytes(len(data[at : at + length]))
-    elif kind == "cut":
+    elif kind == "truncated":
         del data[at:]
     elif kind == "empty":
         data.clear()
@@ -89,14 +91,14 @@ def _damage(file, others, draw):
 
 
 def _outcome(path, damaged, expected, *, has_checksums):
-    """What is wrong with how the damage shows; None where it is as it should be."""
+    """Describes a wrong reaction to the damage; None if the reaction is right."""
     try:
         lines = find_damage(path)
     except (ValueError, OSError) as error:
         lines = [f"{path}: {error}"]
     except Exception as error:
         return f"find_damage raised {type(error).__name__}: {error}"
-    # A line is about a file in `path`, which the error names.
+    # Each line is about a file in `path`, which the error names.
     if any(damaged.name in line for line in lines) or (lines and damaged == path):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Checkpoint directories that are whole or not there."""
+"""Atomic replacement of checkpoint directories."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def make(target, text):
 
 @pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
 def exchanges(request, monkeypatch):
-    """Whether two names can be exchanged in one step; else the old one steps aside."""
+    """Whether two names can be exchanged in one step; otherwise the old one is renamed first."""
     if not request.param:
         monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
     return request.param
@@ -125,7 +125,7 @@ def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
     draft, replace = make(target, "new"), os.replace
-    errors = iter([None, OSError(errno.EDQUOT, "no room")])
+    errors = iter([None, OSError(errno.EDQUOT, "disk full")])
 
     def fail_at_second(source, place):
         if (error := next(errors)) is not None:
@@ -133,7 +133,7 @@ def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(
         replace(source, place)
 
     monkeypatch.setattr(os, "replace", fail_at_second)
-    with pytest.raises(OSError, match="no room"):
+    with pytest.raises(OSError, match="disk full"):
         draft.publish()
     assert (target / "part").read_text() == "old"
 
@@ -186,7 +186,7 @@ def test_a_name_is_never_without_a_checkpoint_where_names_can_be_exchanged(tmp_p
     for owner, name in ((os, "rename"), (os, "fsync"), (atomic, "_exchange")):
         monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
     draft.publish()
-    assert seen == ["new"] * 4  # exchanged; synced twice; the old one renamed to be deleted
+    assert seen == ["new"] * 4  # exchange, two syncs, rename of the old one before its deletion
 
 
 def test_sha256sum_reads_the_checksums(tmp_path):
@@ -198,24 +198,24 @@ def test_sha256sum_reads_the_checksums(tmp_path):
 
 
 def test_every_kind_of_damage_is_named(tmp_path):
-    names = ["changed", "cut", "gone", "same"]
+    names = ["changed", "truncated", "gone", "same"]
     for name in names:
         (tmp_path / name).write_bytes(os.urandom(100))
     write_checksums(tmp_path, names)
     assert find_damage(tmp_path) == []
     (tmp_path / "changed").write_bytes(os.urandom(100))
-    os.truncate(tmp_path / "cut", 50)
+    os.truncate(tmp_path / "truncated", 50)
     (tmp_path / "gone").unlink()
     damage = [
         "changed (100 bytes) differs from its checksum in SHA256SUMS",
-        "cut (50 bytes) differs from its checksum in SHA256SUMS",
         "gone is missing",
+        "truncated (50 bytes) differs from its checksum in SHA256SUMS",
     ]
     assert find_damage(tmp_path) == damage
     shares = [find_damage(tmp_path, rank=rank, world_size=3) for rank in range(3)]
     assert sorted(line for share in shares for line in share) == damage
     (tmp_path / "SHA256SUMS").write_text("nonsense\n")
-    assert find_damage(tmp_path) == ["line 1 of SHA256SUMS is no checksum"]
+    assert find_damage(tmp_path) == ["line 1 of SHA256SUMS is not a checksum"]
 
 
 def test_removing_takes_files_links_and_directories(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints written in another format, tensor by tensor."""
+"""Export of checkpoints to other formats, tensor by tensor."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 
 
 def trained():
-    """A module, and a Lightning checkpoint of it after one step of Adam."""
+    """A module and its Lightning checkpoint after one step of Adam."""
     torch.manual_seed(0)
     module = Tied()
     optimizer = torch.optim.AdamW(
@@ -66,15 +66,15 @@ def place(folder, form):
 
 def export(checkpoint, form, path, **options):
     planned = plan_export(checkpoint, form, **options)
-    told = []
-    planned.write(path, told.append)
-    assert sum(told) >= planned.nbytes * 0.9
+    reported = []
+    planned.write(path, reported.append)
+    assert sum(reported) >= planned.nbytes * 0.9
     assert not find_damage(path)
     return open_checkpoint(path)
 
 
 def named(state, names):
-    """An optimizer state by parameter name."""
+    """Converts an optimizer state to parameter names."""
     ids = dict(enumerate(names))
     return {
         "state": {ids[number]: entry for number, entry in state["state"].items()},
@@ -163,9 +163,9 @@ def test_a_part_is_exported_under_its_own_names(checkpoint, tmp_path):
     opened = export(checkpoint, "safetensors", tmp_path / "norm.safetensors", part="norm")
     inside = {k[5:]: v for k, v in checkpoint["state_dict"].items() if k.startswith("norm.")}
     assert_equal(opened["state_dict"], inside)
-    with pytest.raises(ValueError, match="got nor; there are embedding, head, norm"):
+    with pytest.raises(ValueError, match="got nor; the checkpoint has embedding, head, norm"):
         plan_export(checkpoint, "safetensors", part="nor")
-    with pytest.raises(ValueError, match="--part is for safetensors, not ckpt"):
+    with pytest.raises(ValueError, match="needs --format safetensors, got ckpt"):
         plan_export(checkpoint, "ckpt", part="norm")
 
 
@@ -272,7 +272,7 @@ def test_without_asking_the_trained_weights_are_exported_and_both_stay_in_a_chec
 ):
     both = averaged(checkpoint)
     planned = plan_export(both, "safetensors")
-    assert "also holds averaged ones" in planned.notes[0]
+    assert "use --ema for the averaged ones" in planned.notes[0]
     opened = export(both, "safetensors", tmp_path / "out.safetensors")
     assert_equal(opened["state_dict"], both["current_model_state"])
     assert_equal(export(both, "ckpt", tmp_path / "out.ckpt"), both)
@@ -280,7 +280,7 @@ def test_without_asking_the_trained_weights_are_exported_and_both_stay_in_a_chec
 
 
 def test_no_averaged_weights_is_an_error(checkpoint):
-    with pytest.raises(ValueError, match="holds no averaged weights"):
+    with pytest.raises(ValueError, match="has no averaged weights"):
         plan_export(checkpoint, "safetensors", is_averaged=True)
 
 

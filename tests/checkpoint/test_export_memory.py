@@ -1,4 +1,4 @@
-"""A checkpoint may be larger than memory when it is exported."""
+"""Export of checkpoints that are larger than memory."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.torch_file import no_progress
 from lightning_zero.tensors.lazy import LazyTensor
 
 MIB = 1024**2
-# What the process has in memory before, at most while it exports, and of that not of a file.
+# Resident memory before the export, at its peak, and the part of the peak without a file.
 MEASURED = """
 import json, sys, threading
 from lightning_zero.cli import main
@@ -42,7 +42,7 @@ print(json.dumps([result, highest - before, highest, peak[0] - anonymous, peak[0
 
 @dataclass(frozen=True)
 class Size:
-    """A transformer's, in elements."""
+    """Dimensions of a transformer, in elements."""
 
     width: int
     num_layers: int
@@ -61,7 +61,7 @@ LARGE = Size(2048, 18, 50_304)  # 1.0 B
 
 
 def values_of(number, shape):
-    """Random but for its seed, and not in memory before it is read."""
+    """Random values from a seed, created when they are read."""
     numel = torch.Size(shape).numel()
 
     def read(start, stop):
@@ -106,8 +106,8 @@ def assert_same_weights(path, state):
     opened = open_checkpoint(path)["state_dict"]
     assert set(opened) == set(state)
     for name, value in opened.items():
-        whole = state[name].read().to(value.dtype)
-        assert torch.equal(value.clone() if type(value) is LazyTensor else value, whole), name
+        expected = state[name].read().to(value.dtype)
+        assert torch.equal(value.clone() if type(value) is LazyTensor else value, expected), name
 
 
 TARGETS = {

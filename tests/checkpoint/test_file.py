@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic replacement of files."""
 
 import errno
 import multiprocessing
@@ -54,7 +54,7 @@ def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path):
     assert os.listdir(tmp_path) == ["x" * 255]
 
 
-def test_space_that_was_reserved_and_not_used_is_given_back(tmp_path):
+def test_reserved_space_that_is_not_used_is_freed(tmp_path):
     with atomic_write(tmp_path / "a", 10_000) as file:
         file.write(b"short")
     assert (tmp_path / "a").stat().st_size == 5
@@ -125,7 +125,7 @@ def test_a_short_write_is_continued(tmp_path):
 
 
 def _write_beyond_a_limit(path):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the first 1000 bytes are taken
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the system writes the first 1000 bytes
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with pytest.raises(OSError, match="was not written"), atomic_write(path, 0) as file:
         file.write(bytes(1500))

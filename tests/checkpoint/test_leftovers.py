@@ -1,4 +1,4 @@
-"""What killed jobs leave beside checkpoints goes, unless a process may be at work on it."""
+"""Leftovers of killed jobs are deleted, unless a process may still write to them."""
 
 import multiprocessing
 import os
@@ -30,13 +30,13 @@ def save_directory(path):
 
 def save_file(path):
     with atomic_write(path, 4) as file:
-        file.write(b"whole")
+        file.write(b"complete")
 
 
-def leave(folder, kind, age, unique=None):
-    """What a process leaves that died `age` seconds ago, with a lock where it has an ID of today's.
+def make_leftover(folder, kind, age, unique=None):
+    """A leftover of a process that died `age` seconds ago; with a lock if its ID is current.
 
-    Its name has characters that a pattern would not take literally.
+    Its name has wildcard characters.
     """
     path = temporary_path(Path(folder, "old [1].ckpt"), kind)
     if unique is not None:
@@ -57,7 +57,7 @@ def test_leftovers_of_a_killed_job_are_deleted_by_the_next_save_or_start(start, 
     process = multiprocessing.get_context("fork").Process(target=_die_while_saving, args=[tmp_path])
     process.start()
     process.join()
-    leave(tmp_path, "removed", age=0)
+    make_leftover(tmp_path, "removed", age=0)
     assert len(os.listdir(tmp_path)) == 3
     alive = StagedDirectory(tmp_path / "b.ckpt")
     with atomic_write(tmp_path / "c.ckpt", 3) as file:
@@ -95,16 +95,16 @@ def test_without_shared_locks_leftovers_of_other_machines_stay_for_a_day(
     unique, mount, goes_at_once, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(atomic, "mount_of", mount)
-    path = leave(tmp_path, "incomplete", 0.9 * DAY, unique)
+    path = make_leftover(tmp_path, "incomplete", 0.9 * DAY, unique)
     delete_leftovers(tmp_path)
     assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
-    path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
+    path = make_leftover(tmp_path, "incomplete", 1.1 * DAY, unique)
     (path / "__1_0.distcp").touch()
     delete_leftovers(tmp_path)
     assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
-    path = leave(tmp_path, "incomplete", 1.1 * DAY, unique)
+    path = make_leftover(tmp_path, "incomplete", 1.1 * DAY, unique)
     delete_leftovers(tmp_path)
     assert os.listdir(tmp_path) == []
 
@@ -118,8 +118,8 @@ def test_without_locks_saves_succeed_and_leftovers_stay_for_a_day(tmp_path, monk
     save_directory(tmp_path / "a.ckpt")
     save_file(tmp_path / "b.ckpt")
     under_way.publish()
-    leave(tmp_path, "incomplete", 0.9 * DAY)
-    leave(tmp_path, "incomplete", 1.1 * DAY)
+    make_leftover(tmp_path, "incomplete", 0.9 * DAY)
+    make_leftover(tmp_path, "incomplete", 1.1 * DAY)
     delete_leftovers(tmp_path)
     assert len(os.listdir(tmp_path)) == 3
 

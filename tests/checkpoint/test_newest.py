@@ -1,4 +1,4 @@
-"""The newest complete checkpoint of a folder."""
+"""Finding the newest complete checkpoint in a folder."""
 
 import os
 import pickle
@@ -40,10 +40,10 @@ def test_the_highest_step_counts_and_of_one_step_the_time(tmp_path):
 
 def test_what_is_incomplete_or_weights_alone_is_left_out(tmp_path):
     save_full(tmp_path / "good.ckpt", 1)
-    save_full(tmp_path / "cut.ckpt", 2)
-    os.truncate(tmp_path / "cut.ckpt", 900)
-    save_sharded(tmp_path / "cut", 3)
-    os.truncate(tmp_path / "cut" / "__0_0.distcp", 900)
+    save_full(tmp_path / "truncated.ckpt", 2)
+    os.truncate(tmp_path / "truncated.ckpt", 900)
+    save_sharded(tmp_path / "truncated", 3)
+    os.truncate(tmp_path / "truncated" / "__0_0.distcp", 900)
     weights = content(4)
     del weights["lr_schedulers"]
     torch.save(weights, tmp_path / "weights.ckpt")
@@ -51,10 +51,10 @@ def test_what_is_incomplete_or_weights_alone_is_left_out(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "link.ckpt").symlink_to("nothing")
-    with pytest.warns(UserWarning, match="is left out, as it is not complete") as warned:
+    with pytest.warns(UserWarning, match="is ignored because it is not complete") as warned:
         assert lightning_zero.newest_checkpoint(tmp_path) == tmp_path / "good.ckpt"
-    named = {str(tmp_path / "cut.ckpt"), str(tmp_path / "cut")}
-    assert {str(one.message).split(" is left out")[0] for one in warned} == named
+    named = {str(tmp_path / "truncated.ckpt"), str(tmp_path / "truncated")}
+    assert {str(one.message).split(" is ignored")[0] for one in warned} == named
 
 
 def test_a_checkpoint_renamed_by_a_killed_save_counts(tmp_path):

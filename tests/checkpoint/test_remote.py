@@ -1,4 +1,4 @@
-"""Checkpoints at addresses, read and written by one process."""
+"""Checkpoints on remote storage, read and written by one process."""
 
 from unittest.mock import Mock
 
@@ -104,12 +104,12 @@ def test_commands_read_and_write_at_addresses(tmp_path, memory, capsys):
     assert main(["export", source, "memory://run/c", "--format", "dcp", "--force"]) == 0
     assert find_damage("memory://run/c") == []
     assert main(["export", source, "memory://run/b.ckpt", "--format", "dcp", "--force"]) == 2
-    assert "a full checkpoint is there" in capsys.readouterr().err
+    assert "holds a full checkpoint" in capsys.readouterr().err
     assert main(["export", source, "memory://run/c", "--format", "ckpt", "--force"]) == 2
     assert "a directory is there" in capsys.readouterr().err
 
 
-def test_a_save_that_was_not_completed_says_so(memory):
+def test_an_incomplete_save_is_an_error(memory):
     memory.pipe_file("/run/a.ckpt/save-00000000/__0_0.distcp", b"some")
     with pytest.raises(ValueError, match=r"a file \.metadata"):
         open_checkpoint("memory://run/a.ckpt")
@@ -156,7 +156,7 @@ def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
     for start in (0, 1, 63, 64, 500):
         for size in (0, 1, 63, 64, 65, 250, 700):
             assert path.pread(size, start) == data[start : start + size]
-    with pytest.raises(OSError, match="gave 68 bytes for"):
+    with pytest.raises(OSError, match="returned 68 bytes for"):
         path.read(700, 800)
 
 
@@ -188,18 +188,20 @@ def test_a_missing_package_is_named():
 
 
 def test_a_protocol_that_is_not_known_is_named_with_its_address():
-    with pytest.raises(ValueError, match=r"S4://b/a.ckpt is no address .* Protocol not known: S4"):
+    with pytest.raises(
+        ValueError, match=r"S4://b/a.ckpt is not an address .* Protocol not known: S4"
+    ):
         RemotePath("S4://b/a.ckpt")
 
 
 def test_storage_errors_are_reported_in_one_line(memory, monkeypatch, capsys):
     def refuse(*_, **__):
-        raise LookupError("no\n credentials")  # as botocore's, no OSError
+        raise LookupError("no\n credentials")  # like errors of botocore, not an OSError
 
     monkeypatch.setattr(MemoryFileSystem, "exists", refuse)
     assert main(["inspect", "memory://run/a.ckpt"]) == 2
-    told = "lightning-zero inspect: error: memory://run/a.ckpt: no credentials\n"
-    assert capsys.readouterr().err == told
+    expected = "lightning-zero inspect: error: memory://run/a.ckpt: no credentials\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_files_of_two_saves_at_an_address_are_refused(memory):
@@ -211,6 +213,6 @@ def test_files_of_two_saves_at_an_address_are_refused(memory):
     (of_second,) = (f for f in memory.find(second) if f.endswith(".distcp"))
     assert find_damage("memory://run/0") == []
     memory.pipe_file(of_first, memory.cat_file(of_second))
-    with pytest.raises(ValueError, match="files of two saves lie in one directory"):
+    with pytest.raises(ValueError, match="directory holds files of two saves"):
         open_checkpoint("memory://run/0")
     assert "two saves" in "".join(find_damage("memory://run/0"))

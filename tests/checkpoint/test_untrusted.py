@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has made to do harm: none may do more than raise an error."""
+"""Malicious checkpoints: none may do more than raise an error."""
 
 import errno
 import io
@@ -41,7 +41,7 @@ def _short(text):
 
 
 def _attribute_of(module, name, attribute, value):
-    """A pickle that sets an attribute of what has this name, by slots or by dict."""
+    """A pickle that sets an attribute of a global, through slots or a dict."""
     target = _short(module) + _short(name) + b"\x93"
     return target + b"N}" + _short(attribute) + value + b"s\x86b"
 
@@ -59,24 +59,24 @@ def test_metadata_that_replaces_an_attribute_of_a_class_is_refused(
     before = fuzz.attributes()
     out = [str(tmp_path / "out.safetensors"), "--format", "safetensors"]
     assert main([command, str(sharded), *(out if command == "export" else [])]) == 2
-    assert ".metadata cannot be read (it holds a" in capsys.readouterr().err
+    assert ".metadata cannot be read (expected a" in capsys.readouterr().err
     assert fuzz.attributes() == before
     assert isinstance(pathlib.PosixPath("a/b").parent, pathlib.PosixPath)
     assert [path.name for path in tmp_path.iterdir()] == ["sharded"]
 
 
 def _fuzz_parsing(rank, world_size, real, seed, count):
-    return fuzz.findings(parse_metadata, fuzz.pickles(real, seed, count))
+    return fuzz.find_violations(parse_metadata, fuzz.pickles(real, seed, count))
 
 
 def _fuzz_pickle(rank, world_size, seed, count):
     draw = random.Random(seed)
     made = [b"\x80\x04" + fuzz.attack(draw) + b"." for _ in range(count)]
-    return fuzz.findings(_OfAllowedClasses.loads, made)
+    return fuzz.find_violations(_OfAllowedClasses.loads, made)
 
 
 class _OfAllowedClasses(pickle.Unpickler):
-    """What is not enough: only classes that belong there, but those themselves."""
+    """An insufficient defence: an unpickler that allows some classes."""
 
     @classmethod
     def loads(cls, data):
@@ -112,7 +112,7 @@ def test_no_sequence_of_many_does_more_than_return_or_raise(sharded, seed):
 
 
 def _edit(folder, change):
-    """Lets `change` edit the metadata of a directory, as torch's own object."""
+    """Applies `change` to the metadata of a directory, as torch's own object."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
@@ -145,21 +145,21 @@ _EDITS = {
     "absolute": (lambda m: _place(m, relative_path="/etc/passwd"), "leads out of"),
     "address": (lambda m: _place(m, relative_path="s3://bucket/x"), "leads out of"),
     "negative": (lambda m: _place(m, offset=-1), "an integer from 0"),
-    "beyond the file": (lambda m: _place(m, offset=2**40), r"bytes of at least"),
+    "beyond the file": (lambda m: _place(m, offset=2**40), r"bytes, expected at least"),
     "shorter than its elements": (lambda m: _place(m, length=50), "24 elements in 50 bytes"),
     "overlapping": (lambda m: _two_halves(m, (1, 0)), "x has chunks that overlap"),
     "twice": (lambda m: _chunk(m, (1, 0), (3, 6)), "x has chunks that overlap"),
     "beyond its tensor": (lambda m: _two_halves(m, (3, 0)), "outside its tensor"),
-    "other dimensions": (lambda m: _chunk(m, (0,), (1,)), "other dimensions"),
-    "no place": (lambda m: m.storage_data.popitem(), "places for"),
+    "other dimensions": (lambda m: _chunk(m, (0,), (1,)), "differ in their dimensions"),
+    "not in a file": (lambda m: m.storage_data.popitem(), "storage entries"),
     "a long list": (
-        lambda m: m.planner_data.update({"list.0": ("list", 10**9)}), "far beyond its values"
+        lambda m: m.planner_data.update({"list.0": ("list", 10**9)}), "far more indices than values"
     ),
     "a huge tensor": (
         lambda m: setattr(m.state_dict_metadata["x"], "size", Size((2**40, 2**40))), "larger than"
     ),
-    "a leaf with leaves": (lambda m: m.planner_data.update({"x": ("list",)}), "cannot be put"),
-    "a dict with indices": (lambda m: m.planner_data.update({"x": (0, "x")}), "cannot be put"),
+    "a leaf with leaves": (lambda m: m.planner_data.update({"x": ("list",)}), "not form one tree"),
+    "a dict with indices": (lambda m: m.planner_data.update({"x": (0, "x")}), "not form one tree"),
 }  # fmt: skip
 
 
@@ -228,10 +228,10 @@ def test_tags_and_checksums_cannot_name_files_outside_the_folder(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     (run / "latest").write_text("../out")
-    with pytest.raises(ValueError, match=r"run/latest names no tag: .*leads out of"):
+    with pytest.raises(ValueError, match=r"run/latest does not name a tag: .*leads out of"):
         open_checkpoint(run)
     (run / "latest").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="run/latest names no tag: 'utf-8' codec"):
+    with pytest.raises(ValueError, match="run/latest does not name a tag: 'utf-8' codec"):
         open_checkpoint(run)
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "SHA256SUMS").write_text(f"{'0' * 64}  ../run/latest\n")
@@ -240,7 +240,7 @@ def test_tags_and_checksums_cannot_name_files_outside_the_folder(tmp_path):
 
 
 def _deflated(path, name, inflated):
-    """The torch file at `path`, with a record of it compressed, and longer."""
+    """Compresses a record of the torch file at `path`, and makes it longer."""
     with zipfile.ZipFile(path) as archive:
         records = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -1,4 +1,4 @@
-"""The full checkpoint's file: who writes it, and what all ranks learn when that fails."""
+"""The file of a full checkpoint: its writer, and errors on all ranks."""
 
 import errno
 import os
@@ -24,7 +24,7 @@ def small_disk(tmp_path):
 
 
 class SavingModule(MLPModule):
-    """Saves while it trains, and goes on where that fails."""
+    """Saves after every batch, and continues if that fails."""
 
     def __init__(self, path, **options):
         super().__init__(**options)

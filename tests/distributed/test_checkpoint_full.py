@@ -1,4 +1,4 @@
-"""The default checkpoint: one file as DDP's, from any stage and world size to any other."""
+"""Full checkpoints: one file like DDP's, from any stage and world size to any other."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MODELS = {
 
 
 def assert_same_tree(ours, reference, path="checkpoint"):
-    """Keys in the same order, equal types, shapes and dtypes; values to 1e-6."""
+    """Asserts the same keys in order, types, shapes and dtypes; values to 1e-6."""
     if isinstance(reference, dict):
         assert isinstance(ours, dict), path
-        # Which parameter an optimizer met first, and so the order of its states, has no meaning.
+        # The order of an optimizer's states depends on its first steps and has no meaning.
         is_ordered = not path.endswith("['state']")
         assert (list(ours) if is_ordered else set(ours)) == (
             list(reference) if is_ordered else set(reference)
@@ -118,7 +118,7 @@ def _files(rank, world_size, spec):
 
 
 def _resume(rank, world_size, specs, factory, folder):
-    """One epoch with each strategy, each resumed from the last checkpoint of the one before."""
+    """Trains one epoch with each strategy, resumed from the last checkpoint of the previous one."""
     path = None
     for number, spec in enumerate(specs):
         seed_everything(7 if path is None else 100 + rank, verbose=False)
@@ -135,10 +135,10 @@ def _resume(rank, world_size, specs, factory, folder):
 def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     seed_everything(7, verbose=False)
     module = factory()
-    saver = ModelCheckpoint("whole", save_last=True)
+    saver = ModelCheckpoint("reference", save_last=True)
     options = {"callbacks": [saver], "enable_checkpointing": True}
     make_trainer(spec, max_epochs=num_epochs, **options).fit(module)
-    return arrays(module.state_dict()), torch.load("whole/last.ckpt", weights_only=True)
+    return arrays(module.state_dict()), torch.load("reference/last.ckpt", weights_only=True)
 
 
 STAGE_TO_STAGE = slow_but({(1, 3), (3, 0), (0, 2)}, [(1, 3), (3, 1), (2, 3), (3, 0), (0, 2)])
@@ -155,14 +155,14 @@ RESUMED = {
 def test_resuming_from_the_last_checkpoint_is_bit_equal_to_never_stopping(model, stage):
     specs = [settings(stage)] * 2
     ours = run_ranks(2, _resume, specs, RESUMED[model], "saved", has_group=False)
-    whole = run_once(2, _uninterrupted, specs[0], RESUMED[model], 2)
-    _assert_equal_bits(ours, whole)
+    reference = run_once(2, _uninterrupted, specs[0], RESUMED[model], 2)
+    _assert_equal_bits(ours, reference)
 
 
 def _assert_equal_bits(ours, reference):
     for (state, checkpoint), (expected, other) in zip(ours, reference, strict=True):
         for name, value in expected.items():
-            if "running" not in name:  # which rank 0 gives to the others on resuming
+            if "running" not in name:  # rank 0 broadcasts it to the others on resuming
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
         for index, entry in other["optimizer_states"][0]["state"].items():
             for name, value in entry.items():
@@ -189,8 +189,8 @@ def test_one_stage_resumes_another(first, second):
 
 def _check_resumed(specs, factory):
     ours = run_ranks(2, _resume, specs, factory, "saved", has_group=False)
-    whole = run_once(2, _uninterrupted, "ddp", factory, len(specs))
-    for (state, checkpoint), (expected, other) in zip(ours, whole, strict=True):
+    reference = run_once(2, _uninterrupted, "ddp", factory, len(specs))
+    for (state, checkpoint), (expected, other) in zip(ours, reference, strict=True):
         for name, value in expected.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
         assert_same_tree(checkpoint["optimizer_states"], other["optimizer_states"])
@@ -241,11 +241,11 @@ def _validate_from_file(rank, world_size, spec):
     seed_everything(7, verbose=False)
     trainer = make_trainer(spec)
     trainer.fit(ConvModule(ranks=world_size))
-    trainer.save_checkpoint("whole.ckpt")
+    trainer.save_checkpoint("full.ckpt")
     trainer.save_checkpoint("weights.ckpt", weights_only=True)
     assert "optimizer_states" not in torch.load("weights.ckpt", weights_only=True)
     losses = []
-    for path in ("whole.ckpt", "weights.ckpt"):
+    for path in ("full.ckpt", "weights.ckpt"):
         seed_everything(rank, verbose=False)
         fresh = ConvModule(ranks=world_size)
         trainer = make_trainer(spec, limit_val_batches=1.0)

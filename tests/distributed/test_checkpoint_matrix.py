@@ -1,4 +1,4 @@
-"""A sharded checkpoint has neither stage nor world size in it: from any cell to any other."""
+"""Sharded checkpoints depend on neither stage nor world size: any cell resumes any other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = partial(MLPModule, ranks=12, batch_size=1, num_batches=3, scheduler="per
 
 
 class SavingAtStart(Callback):
-    """Saves what has just been loaded, and what there is when training ends."""
+    """Saves the loaded state before training, and the final state."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -36,7 +36,7 @@ class SavingAtStart(Callback):
 
 
 def _train_on(rank, world_size, stage, sources, folder, max_epochs):
-    """Resumes from each source; the final parameters, and what was loaded, to `folder`."""
+    """Resumes from each source; writes the loaded and the final parameters to `folder`."""
     states = []
     for number, source in enumerate(sources):
         seed_everything(7 if source is None else 50 + number, verbose=False)

@@ -1,4 +1,4 @@
-"""Others read our directories, and we read theirs: torch's tools, and Lightning's FSDP2."""
+"""torch's tools and Lightning's FSDP2 read our directories, and we read theirs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.models import GPTModule
 
 
 class FullyShardedGPT(GPTModule):
-    """The same under FSDP2."""
+    """The same module under FSDP2."""
 
     def configure_model(self):
         mesh = self.device_mesh["data_parallel"]
@@ -41,7 +41,7 @@ class SavingAtEnd(Callback):
 
 
 def _train(rank, world_size, kind, max_epochs, source, target):
-    """Losses of the last epoch."""
+    """Trains, and returns the losses of the last epoch."""
     seed_everything(7 if source is None else 8, verbose=False)
     if kind == "fsdp2":
         model, strategy = FullyShardedGPT, ModelParallelStrategy(world_size, 1)
@@ -73,18 +73,18 @@ def theirs(tmp_path_factory):
 def test_torchs_converter_reads_ours(ours, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp_to_torch_save(ours, tmp_path / "whole.pt")
-    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+        dcp_to_torch_save(ours, tmp_path / "full.pt")
+    full = torch.load(tmp_path / "full.pt", weights_only=False)
     opened = open_checkpoint(ours)
-    assert set(whole) == {"state_dict", "optimizer_0"}
-    assert list(whole["state_dict"]) == list(opened["state_dict"])
+    assert set(full) == {"state_dict", "optimizer_0"}
+    assert list(full["state_dict"]) == list(opened["state_dict"])
     for name, value in opened["state_dict"].items():
-        assert torch.equal(whole["state_dict"][name], value.clone())
+        assert torch.equal(full["state_dict"][name], value.clone())
     (state,) = opened["optimizer_states"]
-    assert whole["optimizer_0"]["param_groups"] == state["param_groups"]
+    assert full["optimizer_0"]["param_groups"] == state["param_groups"]
     for name, entry in state["state"].items():
         for key, value in entry.items():
-            assert torch.equal(whole["optimizer_0"]["state"][name][key], value.clone())
+            assert torch.equal(full["optimizer_0"]["state"][name][key], value.clone())
 
 
 def test_fsdp2_resumes_ours_and_trains_on_as_we_do(ours):

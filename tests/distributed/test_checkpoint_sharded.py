@@ -1,4 +1,4 @@
-"""The sharded form: a directory that every rank writes, from any stage and world size to any."""
+"""Sharded checkpoints: every rank writes a part; any stage and world size resumes any other."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sharded(stage, **options):
 
 
 def named(states, module):
-    """Optimizer states of torch, by number, as the sharded form has them, by name."""
+    """Converts optimizer states of torch, by number, to those of a sharded checkpoint, by name."""
     names = [name for name, _ in module.named_parameters()]
     optimizers = module.configure_optimizers()
     optimizer = optimizers["optimizer"] if isinstance(optimizers, dict) else optimizers
@@ -63,7 +63,7 @@ def named(states, module):
 
 
 def assert_same_values(ours, reference, path="checkpoint"):
-    """Equal keys, types, shapes, dtypes and values to 1e-6; ours may be stored."""
+    """Asserts equal keys, types, shapes, dtypes and values to 1e-6; ours may be lazy."""
     if isinstance(reference, dict):
         assert set(ours) == set(reference), path
         for key, value in reference.items():
@@ -91,7 +91,7 @@ def assert_same_values(ours, reference, path="checkpoint"):
     ],
 )
 def test_the_directory_has_what_ddp_writes_by_name(model, stage, tmp_path):
-    # After fit for odd stages, when every rank holds the whole module; else before its end.
+    # After fit for odd stages, when every rank has the full module; otherwise before its end.
     save = _save if stage % 2 else _save_at_end
     run_ranks(2, save, sharded(stage), MODELS[model], str(tmp_path / "ours"), has_group=False)
     reference = run_once(2, _save_and_read, "ddp", MODELS[model], save)[0]
@@ -115,8 +115,8 @@ def _save(rank, world_size, spec, factory, path):
 
 
 def _save_and_read(rank, world_size, spec, factory, save):
-    save(rank, world_size, spec, factory, "whole.ckpt")
-    return torch.load("whole.ckpt", weights_only=True)
+    save(rank, world_size, spec, factory, "full.ckpt")
+    return torch.load("full.ckpt", weights_only=True)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -131,7 +131,7 @@ def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
     assert set(sums) == {".metadata", "meta.pt", "save.json"}
     for name, digest in sums.items():
         assert hashlib.sha256((path / name).read_bytes()).hexdigest() == digest
-    # Tied weights and what every rank has are written once: parameters and two moments.
+    # Tied and replicated tensors are written once: parameters and two moments.
     numel = sum(p.numel() for p in factory().parameters())
     num_items = 3 * 3 * len(list(factory().parameters())) * 3
     assert 12 * numel < sum(parts) < 12 * numel + 2000 * num_items
@@ -158,7 +158,7 @@ def _save_at_end(rank, world_size, spec, factory, path, **options):
 
 
 def _resume(rank, world_size, specs, factory, folder):
-    """One epoch with each strategy, each resumed from the last checkpoint of the one before."""
+    """Trains one epoch with each strategy, resumed from the last checkpoint of the previous one."""
     path = None
     for number, spec in enumerate(specs):
         seed_everything(7 if path is None else 100 + rank, verbose=False)
@@ -195,11 +195,11 @@ def _uninterrupted(rank, world_size, spec, factory, num_epochs):
 def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
     specs = [sharded(stage, async_save=is_async)] * 2
     ours = run_ranks(2, _resume, specs, MODELS[model], "saved", has_group=False)
-    whole = run_once(2, _uninterrupted, settings(stage), MODELS[model], 2)
-    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+    reference = run_once(2, _uninterrupted, settings(stage), MODELS[model], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, reference, strict=True):
         assert losses == expected_losses
         for name, value in expected.items():
-            if "running" not in name:  # which rank 0 gives to the others on resuming
+            if "running" not in name:  # rank 0 broadcasts it to the others on resuming
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
@@ -213,8 +213,8 @@ def test_one_tier_resumes_another(order, is_async):
     if order == "memory to nvme":
         specs.reverse()
     ours = run_ranks(2, _resume, specs, MODELS["tied gpt"], "saved", has_group=False)
-    whole = run_once(2, _uninterrupted, settings(3), MODELS["tied gpt"], 2)
-    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+    reference = run_once(2, _uninterrupted, settings(3), MODELS["tied gpt"], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, reference, strict=True):
         assert losses == expected_losses
         for name, value in expected.items():
             np.testing.assert_array_equal(state[name], value, err_msg=name)
@@ -228,8 +228,8 @@ def test_full_and_sharded_resume_and_overwrite_each_other(stage, order, tmp_path
     ours = run_ranks(
         2, _resume_in_place, specs, MODELS["two groups"], str(tmp_path / "a.ckpt"), has_group=False
     )
-    whole = run_once(2, _uninterrupted, settings(stage), MODELS["two groups"], 2)
-    for (state, losses), (expected, expected_losses) in zip(ours, whole, strict=True):
+    reference = run_once(2, _uninterrupted, settings(stage), MODELS["two groups"], 2)
+    for (state, losses), (expected, expected_losses) in zip(ours, reference, strict=True):
         assert losses == expected_losses
         for name, value in expected.items():
             np.testing.assert_array_equal(state[name], value, err_msg=name)
@@ -250,8 +250,8 @@ def _resume_in_place(rank, world_size, specs, factory, path):
 def test_masters_of_a_16_bit_module_are_kept(stage):
     specs = [sharded(stage)] * 2
     ours = run_ranks(2, _resume_bf16, specs, "saved", has_group=False)
-    whole = run_once(2, _bf16_uninterrupted, settings(stage))
-    for state, expected in zip(ours, whole, strict=True):
+    reference = run_once(2, _bf16_uninterrupted, settings(stage))
+    for state, expected in zip(ours, reference, strict=True):
         for name, value in expected.items():
             np.testing.assert_array_equal(state[name], value, err_msg=name)
 
@@ -327,11 +327,11 @@ def _validate(rank, world_size, spec):
     seed_everything(7, verbose=False)
     trainer = make_trainer(spec)
     trainer.fit(ConvModule(ranks=world_size))
-    trainer.save_checkpoint("whole.ckpt")
+    trainer.save_checkpoint("full.ckpt")
     trainer.save_checkpoint("weights.ckpt", weights_only=True)
     trainer.strategy.barrier()
     losses = []
-    for path in ("whole.ckpt", "weights.ckpt"):
+    for path in ("full.ckpt", "weights.ckpt"):
         seed_everything(rank, verbose=False)
         fresh = ConvModule(ranks=world_size)
         trainer = make_trainer(spec, limit_val_batches=1.0)
@@ -374,8 +374,8 @@ class Rewriting(MLPModule):
     """Renames one entry, deletes one and adds one.
 
     Args:
-        on_rank: Only there; None: on all.
-        **kwargs: Of `MLPModule`.
+        on_rank: The only rank that changes entries; None: all ranks.
+        **kwargs: Arguments of `MLPModule`.
     """
 
     def __init__(self, on_rank=None, **kwargs):
@@ -421,7 +421,7 @@ def _rewrite(rank, world_size, spec, on_rank):
 
 
 class Again(MLPModule):
-    """Writes three checkpoints; the last has an entry more."""
+    """Writes three checkpoints; the last one has another entry."""
 
     def on_train_batch_end(self, *args):
         self.trainer.save_checkpoint(f"{self.trainer.global_step}.ckpt")
@@ -484,7 +484,7 @@ def _save_to_own_path(rank, world_size, spec):
 
 
 class FindingRate(LearningRateFinder):
-    """Looks for a learning rate before the first epoch, and keeps the one that is set."""
+    """Runs the learning rate finder before the first epoch, and keeps the learning rate."""
 
     def on_fit_start(self, trainer, pl_module):
         self.lr_find(trainer, pl_module)
@@ -535,12 +535,12 @@ def _resume_average(rank, world_size, spec):
 
 
 class WithWidth(MLPModule):
-    """Has hyperparameters, of which one is an object.
+    """Has hyperparameters; one is an object.
 
     Args:
         width: Any number.
         shape: Any object.
-        **kwargs: Of `MLPModule`.
+        **kwargs: Arguments of `MLPModule`.
     """
 
     def __init__(self, width=3, shape=None, **kwargs):
@@ -651,11 +651,11 @@ def _load_damaged(rank, world_size, spec):
     trainer.strategy.barrier()
     with pytest.raises(ValueError, match=r"is damaged: __1_0\.distcp \(\d+ bytes\)"):
         make_trainer(spec).validate(fresh, ckpt_path="a.ckpt")
-    with pytest.raises(ValueError, match=r"is no checkpoint: a directory that holds notes\.txt"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint: a directory that holds notes\.txt"):
         make_trainer(spec).validate(fresh, ckpt_path="foreign")
 
 
-# What a copy of the second save over the first has put there when it breaks off.
+# Files that a copy of the second save over the first has written when it is interrupted.
 _COPIED = {
     "one rank's file": ["__1_0.distcp"],
     "what comes first by name": [".metadata", "SHA256SUMS", "__0_0.distcp"],
@@ -690,7 +690,7 @@ def test_files_of_two_saves_in_one_directory_are_refused(two_saves, tmp_path, co
     assert find_damage(mixed) == []
     for name in _COPIED[copied]:
         shutil.copy(two_saves / "second" / name, mixed / name)
-    assert torch.load(two_saves / "second" / "meta.pt")  # as other readers read it
+    assert torch.load(two_saves / "second" / "meta.pt")  # like other readers
     if copied == "half of a file":
         data = bytearray((mixed / "__0_0.distcp").read_bytes())
         data[: len(data) // 2] = (two_saves / "second" / "__0_0.distcp").read_bytes()[
@@ -700,7 +700,10 @@ def test_files_of_two_saves_in_one_directory_are_refused(two_saves, tmp_path, co
         assert any("__0_0.distcp has items that differ" in line for line in find_damage(mixed))
         return
     assert any(" of two saves " in line or "save.json" in line for line in find_damage(mixed))
-    with pytest.raises(ValueError, match=r"(two saves lie in one directory|what save\.json says)"):
+    with pytest.raises(
+        ValueError,
+        match=r"(directory holds files of two saves|digest in save\.json|differ from save\.json)",
+    ):
         open_checkpoint(mixed)
 
 
@@ -712,7 +715,7 @@ def test_a_copy_that_ends_before_the_record_is_refused(two_saves, tmp_path):
 
 
 class Asks(Callback):
-    """Asks the strategy for the weights, as a user does, beside a checkpoint."""
+    """Calls the strategy's `state_dict` functions, like a user, and saves a checkpoint."""
 
     def on_train_end(self, trainer, pl_module):
         state = trainer.strategy.lightning_module_state_dict()
@@ -765,7 +768,7 @@ def _save_by_default(rank, world_size, options):
 
     class Saver(Callback):
         def on_train_end(self, trainer, module):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak to the current size
             before = _resident_peak_bytes()
             trainer.save_checkpoint("auto.ckpt")
             grown.append(_resident_peak_bytes() - before)

@@ -1,4 +1,4 @@
-"""A save is replayed up to each of its file operations: a complete checkpoint is always found."""
+"""Crashes are simulated after each file operation of a save: a complete checkpoint remains."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +22,7 @@ NVME = {name: OffloadConfig("nvme", **SMALL) for name in ("offload_optimizer", "
 
 
 def content(path):
-    """What a checkpoint holds, as numbers and bytes."""
+    """Content of a checkpoint, as numbers and bytes."""
     assert find_damage(path) == []
     leaves, _ = tree_flatten_with_path(open_checkpoint(path))
     return [
@@ -33,12 +33,12 @@ def content(path):
 
 
 class Saving(Callback):
-    """Saves to `path` when training ends, and records that.
+    """Saves to `path` when training ends, and records the file operations.
 
     Args:
         path: Path of the checkpoint.
-        number: Number of this save; the first is not recorded.
-        drops: The name of the checkpoint before, which is removed when this one is there.
+        number: Number of this save; the first one is not recorded.
+        drops: Name of the previous checkpoint, which is deleted after this save.
     """
 
     def __init__(self, path, number, drops):
@@ -61,7 +61,7 @@ class Saving(Callback):
 
 
 def _save_twice(rank, world_size, specs, folder, exchanges, names):
-    """Each with weights of its own."""
+    """Saves once for each of `specs`, with different weights."""
     if not exchanges:
         atomic._exchange = lambda one, other: False
     for number, spec in enumerate(specs):
@@ -77,10 +77,10 @@ def _save_twice(rank, world_size, specs, folder, exchanges, names):
 
 
 def _check_crashes(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_random=3):
-    """Records the save with `specs[1]` over that with `specs[0]`, and checks all of its crashes.
+    """Records the save with `specs[1]` over that with `specs[0]`, and checks all crashes.
 
     Returns:
-        The number of crashes.
+        Number of crashes.
     """
     folder = tmp_path / "top" / "run"
     logs = run_ranks(2, _save_twice, specs, str(folder), exchanges, names, has_group=False)
@@ -97,7 +97,7 @@ def _check_crashes(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"
         shutil.rmtree(tmp_path / "crash", ignore_errors=True)
         write_tree(left, tmp_path / "crash")
         where = tmp_path / "crash" / "run"
-        delete_leftovers(where)  # as a run does that begins with "last"
+        delete_leftovers(where)  # like a run with ckpt_path="last"
         complete = [
             content(where / name) for name in dict.fromkeys(names) if (where / name).exists()
         ]
@@ -105,7 +105,7 @@ def _check_crashes(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"
         assert all(one in (old, new) for one in complete), words
         assert bool(complete) or old is None, words
         assert (found is None) == (not complete), words
-    assert new in complete, words  # that the one before is gone is not promised
+    assert new in complete, words  # the previous one may still exist
     return num_crashes
 
 

@@ -28,7 +28,7 @@ tied_gpt = partial(GPTModule, ranks=2, is_tied=True, scheduler="per step")
 
 
 def _one_epoch_then_another(rank, world_size, spec, folder):
-    """Saves after one epoch, trains on, and says what came out: whole, and from the file."""
+    """Saves after one epoch; returns the validation loss and the results of a second epoch."""
     seed_everything(7, verbose=False)
     module = tied_gpt()
     trainer = make_trainer(spec, max_epochs=1)
@@ -42,7 +42,7 @@ def _one_epoch_then_another(rank, world_size, spec, folder):
 
 
 def _resume(rank, world_size, spec, path, **options):
-    """A second epoch: the module's state, losses, and optimizer state."""
+    """Trains a second epoch; returns the module's state, losses, and optimizer state."""
     seed_everything(100 + rank, verbose=False)
     module = tied_gpt()
     trainer = make_trainer(spec, max_epochs=2)
@@ -55,7 +55,7 @@ def _resume(rank, world_size, spec, path, **options):
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A folder with a checkpoint of DDP in every format, and what DDP makes of it."""
+    """A folder with a checkpoint of DDP in every format, and DDP's results of resuming."""
     folder = tmp_path_factory.mktemp("formats")
     outcome = run_once(2, _one_epoch_then_another, "ddp", str(folder))
     checkpoint = torch.load(folder / "one.ckpt", weights_only=True)
@@ -64,7 +64,7 @@ def reference(tmp_path_factory):
     torch.save(state, folder / "state dict")
     tied = {name: value for name, value in state.items() if name != "gpt.head.weight"}
     (folder / "safetensors").mkdir()
-    save_file(tied, folder / "safetensors" / "model.safetensors")  # which refuses tied weights
+    save_file(tied, folder / "safetensors" / "model.safetensors")  # it refuses tied weights
     _write_indexed(folder / "index", tied)
     module = tied_gpt()
     module.load_state_dict(state)
@@ -150,11 +150,11 @@ def test_resuming_from_ddps_file_is_bit_equal_to_resuming_from_ones_own(referenc
 
 
 def _from_both(rank, world_size, spec, folder):
-    """Resumed from DDP's file, and from ours of the very same state."""
+    """Resumes from DDP's file, and from our file with the same state."""
     path = f"{folder}/lightning"
     theirs = _resume(rank, world_size, spec, path)
     trainer = make_trainer(spec, max_epochs=1)
-    trainer.fit(tied_gpt(), ckpt_path=path)  # is over at once
+    trainer.fit(tied_gpt(), ckpt_path=path)  # ends at once
     trainer.save_checkpoint("ours.ckpt")
     trainer.strategy.barrier()
     return theirs, _resume(rank, world_size, spec, "ours.ckpt")
@@ -183,7 +183,7 @@ def _refused(rank, world_size, spec, folder):
 
 
 class StartingModule(GPTModule):
-    """Starts from a checkpoint, in the hook that it is told."""
+    """Starts from a checkpoint, in the given hook."""
 
     def __init__(self, path, hook, **kwargs):
         super().__init__(ranks=2, is_tied=True, **kwargs)
@@ -214,7 +214,7 @@ HOOKS = ["setup", "on_fit_start", "on_train_start"]
 
 
 def _start(rank, world_size, spec, folder, precision):
-    """Whether one step without learning leaves exactly what was loaded."""
+    """Whether the loaded values are unchanged after a step with learning rate 0."""
     expected = torch.load(f"{folder}/state dict", weights_only=True)
     same = {}
     for name in FORMATS:
@@ -228,7 +228,7 @@ def _start(rank, world_size, spec, folder, precision):
 
 
 class MomentsModule(GPTModule):
-    """Starts from a checkpoint of DeepSpeed that no Trainer wrote."""
+    """Starts from a checkpoint of DeepSpeed without a Trainer's entries."""
 
     def __init__(self, path):
         super().__init__(ranks=2, is_tied=True)
@@ -269,7 +269,7 @@ def test_load_from_checkpoint_reads_every_format_with_hyperparameters_as_argumen
         pytest.skip("a file without hyperparameters is left to Lightning, which refuses it")
     if name == "lightning":
         path = str(path)
-    # Of tied weights safetensors hold one, and torch's strict loading wants both.
+    # safetensors store one name of tied weights; torch's strict loading requires both.
     strict = name not in ("safetensors", "index")
     module = GPTModule.load_from_checkpoint(path, strict=strict, ranks=2, is_tied=True)
     expected = torch.load(folder / "state dict", weights_only=True)
@@ -279,7 +279,7 @@ def test_load_from_checkpoint_reads_every_format_with_hyperparameters_as_argumen
 
 
 class SavedModule(Recorder):
-    """Remembers how it was made."""
+    """Saves its hyperparameters."""
 
     def __init__(self, width=4):
         super().__init__()
@@ -288,7 +288,7 @@ class SavedModule(Recorder):
 
 
 class ExtraModule(Recorder):
-    """Has a state that is no tensor."""
+    """Has an extra state that is not a tensor."""
 
     def __init__(self):
         super().__init__()
@@ -341,12 +341,12 @@ def _open_missing(rank, world_size, spec):
     trainer.save_checkpoint("one.ckpt")
     trainer.strategy.barrier()
     if rank == 1:
-        # What a node without the shared file system sees.
+        # Simulates a node without the shared file system.
         import lightning_zero.strategy.strategy as checkpoints
 
-        checkpoints.open_checkpoint = partial(_open_elsewhere, checkpoints.open_checkpoint)
+        checkpoints.open_checkpoint = partial(_open_missing_path, checkpoints.open_checkpoint)
     make_trainer(spec).validate(MLPModule(ranks=2), ckpt_path="one.ckpt")
 
 
-def _open_elsewhere(open_checkpoint, path, **options):
-    return open_checkpoint(f"elsewhere/{path}", **options)
+def _open_missing_path(open_checkpoint, path, **options):
+    return open_checkpoint(f"missing/{path}", **options)

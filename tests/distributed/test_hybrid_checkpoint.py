@@ -1,4 +1,4 @@
-"""Checkpoints know nothing of groups: each element is written once, and any run resumes it."""
+"""Checkpoints of HSDP do not depend on groups: each element is written once; any run resumes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_that_changes_its_groups_every_epoch_is_the_one_that_has_none(leng
 
 
 def check_written(folder):
-    """Every element once, and half of each shard by each of the two ranks that hold it."""
+    """Asserts that every element is written once; two replicas write half of each shard."""
     metadata = FileSystemReader(folder).read_metadata()
     for name, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):

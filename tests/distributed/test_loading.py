@@ -1,4 +1,4 @@
-"""Loading into a module that an engine holds: what torch's `load_state_dict` does, by shards."""
+"""Loading into a module of an engine: like torch's `load_state_dict`, shard by shard."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def values_for(module, seed=5):
-    """A state dict of other values than the module has."""
+    """A state dict whose values differ from the module's."""
     generator = torch.Generator().manual_seed(seed)
     state = module.state_dict()
     for name, value in state.items():
@@ -57,7 +57,7 @@ def values_for(module, seed=5):
 
 
 def stored(state, reads=None):
-    """The same, whose tensors are read when they are used, with the ranges that were read."""
+    """The same state dict with lazy tensors, and the list of ranges that were read."""
     reads = [] if reads is None else reads
 
     def store(name, value):
@@ -186,7 +186,7 @@ class Layer(nn.Module):
 
 
 class RenamingLayer(Layer):
-    """Its weight had another name once: a hook renames it."""
+    """Its weight had another name in older versions; a hook renames it."""
 
     def __init__(self):
         super().__init__()
@@ -199,7 +199,7 @@ class RenamingLayer(Layer):
 
 
 class TransposingLayer(Layer):
-    """Its checkpoints have the weight transposed, and it writes what it reads."""
+    """Its checkpoints have the transposed weight; its loading code writes the weight itself."""
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         self.weight.data.copy_(state_dict[f"{prefix}weight"].T)
@@ -219,7 +219,7 @@ class LookingLayer(Layer):
 
 
 class LoadingNet(nn.Module):
-    """A layer with loading code of its own, among others."""
+    """Has layers with and without custom loading code."""
 
     def __init__(self, kind):
         super().__init__()
@@ -227,7 +227,7 @@ class LoadingNet(nn.Module):
 
 
 class OverridingNet(LoadingNet):
-    """Reads what another class saved, and looks at what it has."""
+    """Loads the state dict of another class, and reads its own weights."""
 
     def load_state_dict(self, state_dict, strict=True, assign=False):
         state_dict = {name.removeprefix("net."): value for name, value in state_dict.items()}
@@ -313,7 +313,7 @@ def _trained(stage):
 
 
 def _by_name(engine, optimizer, state):
-    """FSDP2's form of a state by number."""
+    """Converts a state by number to FSDP2's layout, by name."""
     name_of = {p: name for name, p in engine.module.named_parameters()}
     names = [name_of[p] for group in optimizer.param_groups for p in group["params"]]
     return {
@@ -331,7 +331,7 @@ def _optimizer_by_name(rank, world_size, stage):
     engine, _, optimizer = _trained(stage)
     state = optimizer_state_dict(optimizer, engine.buckets, is_recipient=True)
     named = _by_name(engine, optimizer, state)
-    named["param_groups"].reverse()  # where groups come in another order
+    named["param_groups"].reverse()  # parameter groups in another order
     named["param_groups"][0]["lr"] = 0.5
     reads = []
     for name, entry in named["state"].items():
@@ -439,13 +439,13 @@ def test_meta_parameters_are_loaded_when_materialized():
 
 
 def anonymous_bytes():
-    """Memory of this process that no file backs."""
+    """Anonymous memory of this process, in bytes."""
     text = Path("/proc/self/smaps_rollup").read_text()
     return int(re.search(r"Anonymous:\s+(\d+)", text).group(1)) * 1024
 
 
 def _peak(rank, world_size, path, num_layers, width):
-    """Bytes that loading takes beyond what is there before, at the most; and that stay."""
+    """Bytes that loading adds to the memory: peak, and afterwards."""
     module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
     engine = Engine(module, config=ZeroConfig(stage=3))
     before = anonymous_bytes()

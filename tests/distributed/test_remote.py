@@ -1,4 +1,4 @@
-"""Checkpoints at addresses that fsspec knows: saved, resumed, inspected, exported."""
+"""Checkpoints on remote storage through fsspec: saved, resumed, inspected, exported."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _train_at_an_address(rank, world_size, form):
     _, module = _fit(factory, spec, max_epochs=2, **options)
     path = callback.best_model_path
     assert path.startswith("memory://run/epoch=1")
-    assert len(fsspec.filesystem("memory").ls("/run")) == 2  # the ones before are deleted
+    assert len(fsspec.filesystem("memory").ls("/run")) == 2  # previous ones are deleted
     assert find_damage(path) == []
     assert not os.listdir()
 
@@ -160,7 +160,7 @@ def _fail_to_save(rank, world_size, form, broken, folder):
     assert opened["global_step"] == 3
     if form == "sharded" and rank == 0:
         assert sorted(os.listdir("store/run/last.ckpt"))[:2] == [".metadata", "meta.pt"]
-        assert len(os.listdir("store/run/last.ckpt")) == 3  # what the failed save wrote is gone
+        assert len(os.listdir("store/run/last.ckpt")) == 3  # files of the failed save are deleted
     trainer.strategy.barrier()
 
 
@@ -193,13 +193,15 @@ class SavingAtTheEnd(Callback):
 
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_the_memory_of_one_process_is_refused_to_several_ranks(form):
-    with pytest.raises(RankError, match="is in the memory of one process, and each of 2 ranks"):
+    with pytest.raises(
+        RankError, match="is in the memory of one process, but 2 ranks are separate"
+    ):
         run_ranks(2, _resume_from_memory, form, has_group=False)
 
 
 def _resume_from_memory(rank, world_size, form):
     trainer = make_trainer(settings(1, checkpoint=form))
-    with pytest.raises(ValueError, match="in the memory of one process, and each of 2 ranks"):
+    with pytest.raises(ValueError, match="in the memory of one process, but 2 ranks are separate"):
         trainer.fit(MLPModule(ranks=2), ckpt_path="memory://a.ckpt")
     trainer = make_trainer(settings(1, checkpoint=form))
     trainer.fit(MLPModule(ranks=2))
@@ -307,7 +309,7 @@ def _has_saved(*args):
 
 
 def _save_until_request(rank, world_size, form, address, number, last, variables):
-    """Saves weights that are `number`; dies before its request number `last`, from 0 on."""
+    """Saves weights with the value `number`; dies before request `last`, counted from 0."""
     os.environ |= variables
     from aiobotocore.client import AioBaseClient
 

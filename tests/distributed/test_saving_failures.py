@@ -1,4 +1,4 @@
-"""What can go wrong while a sharded checkpoint is saved; the old one and the training survive."""
+"""Failures while a sharded checkpoint is saved: the old one and the training survive."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class SavingOnce(Callback):
 
 
 class FillingDisk(Callback):
-    """Saves in every batch; the disk has no room in the second and third.
+    """Saves in every batch; the disk is full in the second and third.
 
     Args:
-        folder: The disk.
-        is_async: Errors come with the next save.
+        folder: Folder on the disk.
+        is_async: Whether errors are raised by the next save.
     """
 
     def __init__(self, folder, is_async):
@@ -150,10 +150,10 @@ class FillingDisk(Callback):
 def test_a_full_disk_is_an_error_that_harms_nothing(is_async, small_disk):
     spec = sharded(3, async_save=is_async)
     ours = run_ranks(2, _fill_disk, spec, str(small_disk), is_async, has_group=False)
-    whole = run_once(2, _fit_gpt, settings(3))
-    for (state, errors), expected in zip(ours, whole, strict=True):
+    reference = run_once(2, _fit_gpt, settings(3))
+    for (state, errors), expected in zip(ours, reference, strict=True):
         assert errors == ours[0][1]
-        # Of the asynchronous ones, the second full disk is not met: the error came in its place.
+        # An asynchronous save fails in the next save, so both full disks raise one error.
         assert len(errors) == (1 if is_async else 2)
         for code, text in errors:
             assert code == errno.ENOSPC
@@ -219,7 +219,7 @@ def test_after_a_kill_at_any_moment_the_newest_complete_checkpoint_loads(num_kil
 
 
 class SavingWithoutEnd(Callback):
-    """Saves to a name that it overwrites; the other holds the first checkpoint."""
+    """Overwrites one checkpoint again and again; another name has the first checkpoint."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -257,7 +257,7 @@ def _load_all(rank, world_size, folder):
         trainer = make_trainer(sharded(2), max_steps=1)
         trainer.fit(GPTModule(ranks=world_size), ckpt_path=path)
         steps.append(trainer.global_step)
-    # A new save to a name of which a crash has left parts.
+    # A new save to a name with leftovers of a crash.
     trainer.save_checkpoint(Path(folder) / "same.ckpt")
     assert {p.name for p in Path(folder).iterdir()} == {"kept.ckpt", "same.ckpt", "reported"}
     return steps
@@ -267,7 +267,7 @@ def _load_all(rank, world_size, folder):
 
 
 class FailingLater(Callback):
-    """Makes the second asynchronous save fail: a file stands where its folder should be."""
+    """Makes the second asynchronous save fail: a file has the name of its folder."""
 
     def __init__(self, folder, at_end):
         self.folder = Path(folder)
@@ -312,7 +312,7 @@ def _fail_later(rank, world_size, folder, at_end):
 
 
 class DroppingPredecessor(Callback):
-    """After each save, removes the one before, as ModelCheckpoint does with save_top_k=1."""
+    """After each save, deletes the previous one, like ModelCheckpoint with save_top_k=1."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -405,7 +405,7 @@ def test_an_exception_on_one_rank_between_saves_does_not_leave_the_others_waitin
 
 
 class FailingAlone(MLPModule):
-    """One rank fails where the others begin to save."""
+    """One rank fails when the others start to save."""
 
     def training_step(self, batch, batch_idx):
         if batch_idx in (1, 2):

@@ -1,4 +1,4 @@
-"""Jobs that save to one path at a time: whoever looks finds a complete checkpoint of one save."""
+"""Two jobs save to one path at the same time: a reader always finds one complete checkpoint."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ NUMEL = 20_000
 
 
 def _save_again_and_again(rank, world_size, path, numbers, forms):
-    """The weights of each save are its number, every rank having its half of them."""
+    """Saves weights with the number of the save as values, half of them on each rank."""
     channel = Communicator(torch.device("cpu"), timeout=timedelta(seconds=60)).open_channel()
     half = NUMEL // world_size
     owned = range(rank * half, (rank + 1) * half)
@@ -43,7 +43,7 @@ def _save_again_and_again(rank, world_size, path, numbers, forms):
 
 
 def _open_repeatedly(path, has_ended):
-    """Looks until the jobs have ended; the number of looks."""
+    """Opens the checkpoint until the jobs have ended; returns the number of times."""
     count = 0
     while not has_ended.is_set():
         checkpoint = open_checkpoint(path)
