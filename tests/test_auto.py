@@ -76,7 +76,7 @@ def test_a_reason_names_what_would_be_faster_and_what_it_lacks(model):
 def test_files_are_chosen_only_where_a_folder_is_set(model):
     found = chosen(model, memory(0.5, host_gib=1, disk_gib=0))
     assert "nvme" not in devices(found.config)
-    assert "nothing leaves room" in found.reason
+    assert "no choice leaves memory" in found.reason
 
 
 def test_offloads_that_a_user_has_set_are_kept(model):
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_o
     monkeypatch.setattr(strategy_settings, "_physical_bytes", lambda: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"model states cannot fit: .* KiB|cannot fit"):
+        with pytest.raises(ValueError, match=r"model states do not fit: .* KiB|do not fit"):
             make_trainer(settings(3)).fit(MLPModule())
         module = MLPModule()
         make_trainer(settings(3, check_memory=False)).fit(module)

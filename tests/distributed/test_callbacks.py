@@ -163,10 +163,10 @@ def test_pruning_equals_ddp_where_parameters_are_replicated():
 
 
 @pytest.mark.refuses(
-    "ModelPruning", stages=(3,), because="it ranks the elements of whole parameters"
+    "ModelPruning", stages=(3,), because="it ranks the elements of full parameters"
 )
 def test_pruning_of_sharded_parameters_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"ModelPruning .* in stage 3 they rest as shards"):
+    with pytest.raises(ValueError, match=r"ModelPruning .* in stage 3 parameters are sharded"):
         run_one_trainer(ModelPruning("l1_unstructured", amount=0.3))
 
 

@@ -125,7 +125,7 @@ def test_a_second_trainer_with_other_devices_is_an_error(devices):
     assert (
         f"Trainer(devices={second}, num_nodes=1) expects {second} ranks, but an earlier" in output
     )
-    assert f"of this script has begun with {first}, and a script starts its ranks once" in output
+    assert f"of this script started {first}, and a script starts its ranks only once" in output
     assert "torchrun" not in output
 
 

@@ -192,7 +192,7 @@ def test_a_job_that_cannot_be_requeued_logs_the_reason_and_trains_on():
     assert num_losses == other == 12
     (told,) = [text for text in warned if "not requeued" in text]
     assert "scontrol requeue 1: Requested operation is presently disabled" in told
-    assert "trains on" in told
+    assert "continues to train" in told
 
 
 def _on_another_node(rank, world_size):
@@ -200,7 +200,7 @@ def _on_another_node(rank, world_size):
         write_scontrol()
     first = Signalled(1, SIGUSR1, on_rank=0)
     run(rank, first, {})
-    # The file system of rank 1's node does not show the file yet: it must not begin anew.
+    # The file system of rank 1's node does not show the file yet: it must not start from scratch.
     options = {} if rank == 0 else {"default_root_dir": f"{os.getcwd()}/late"}
     second = Signalled(None, None, None)
     run(rank, second, options, restarts=1)
@@ -216,7 +216,7 @@ def test_ranks_go_on_from_what_rank_0_sees_and_it_warns_where_there_is_nothing()
     assert num_losses == other == 12
     (text,) = warned
     assert "SLURM_RESTART_COUNT=2" in text
-    assert "requeue-1-0.ckpt is not there: the fit begins anew" in text
+    assert "requeue-1-0.ckpt does not exist: fit starts from scratch" in text
     assert not none
 
 
