@@ -487,7 +487,7 @@ def _begin_together(
     comm = open_comm(
         device or torch.device("cpu"),
         group_size=group_size,
-        compare=partial(compare, facts=descriptions, failure=failure),
+        compare=lambda control: compare(control, descriptions, failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
     return comm, device, probed, checkpointed_modules, warned

@@ -1,4 +1,4 @@
-"""What a user does around a checkpoint: hyperparameters, hooks, a CheckpointIO of one's own."""
+"""Checkpoints with hyperparameters, hooks, or a user's CheckpointIO."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import MLPModule
 
 
 class RichModule(MLPModule):
-    """Has hyperparameters that only pickle knows."""
+    """A module with hyperparameters that need pickle."""
 
     def __init__(self, options=None, **kwargs):
         super().__init__(**kwargs)
@@ -50,7 +50,7 @@ def test_training_resumes_from_a_file_with_hyperparameters_of_any_class(stage):
 
 
 class RenamedModule(MLPModule):
-    """Its layers had another name when it was saved; reads, renames, deletes and changes."""
+    """A module whose layers were renamed since; its hook reads, renames, deletes and changes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -95,7 +95,7 @@ def test_hooks_read_rename_delete_and_change_what_is_loaded(stage):
 
 
 class NotedIO(TorchCheckpointIO):
-    """Notes what it is asked to do."""
+    """A CheckpointIO that records its calls."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_a_custom_checkpoint_io_writes_and_reads(stage, is_async):
 
 
 class KeepingModule(MLPModule):
-    """Has a tensor in the checkpoint, and keeps what it is given of it."""
+    """A module that saves a tensor, and keeps the loaded one."""
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["kept"] = torch.arange(5.0)
