@@ -114,89 +114,105 @@ class ZeroStrategy(EngineStrategy):
     `zero3_offload_nvme`, each also with `_notebook`.
 
     Args:
-        stage: 0 (plain data parallel, the control), 1, 2 or 3. With the Trainer, also "auto": the
-            fastest of stages 1, 2 and 3 that leaves 30 % of the free memory to activations, with
-            offload if no stage does without it, and with files only if `nvme_path` or its
-            environment variable is set. The choice is in `config` once training has begun, in the
-            log, the loggers and checkpoints.
-        reduce_bucket_size: Elements of gradient that travel in one reduce-scatter. None: 4 Mi, or
-            256 Ki for each rank where that is more. In stage 3 it bounds the buckets that are not a
-            repeated block.
-        allgather_bucket_size: Stages 1 and 2: elements of parameters gathered at once after the
-            step. Buckets travel both ways, so the smaller of this and `reduce_bucket_size` holds.
-        prefetch_bucket_size: Stage 3: elements gathered ahead of their use. None: one unit ahead;
-            0: none.
-        param_persistence_threshold: Stage 3: parameters with fewer elements stay whole. None: 0,
-            because a small parameter travels with its unit and costs no collective of its own.
-        max_live_parameters: Stage 3: no prefetch that would bring more whole elements than this.
-        unit_classes: Stage 3: modules that are gathered and released one by one, such as
-            transformer blocks: a class, its name, a pattern, or a list of these. None: found by
-            themselves, see units.py. Large modules outside of them are units too, the rest stays
-            whole throughout a step.
-        reshard_after_forward: Stage 3: free a unit's parameters after its forward and gather them
-            again for its backward. None: True. False trades memory for a third of the
-            communication.
-        overlap_comm: Communicate while computing. False: wait for every collective where it is
-            issued.
-        reduce_dtype: Dtype in which gradients are summed and kept. None: float32, or the
-            parameters' own dtype where that is wider.
-        param_dtype: Dtype of whole parameters, in which the module computes. None: as the module
-            is. Where it is narrower than float32, float32 masters are kept and stepped. With the
-            Trainer, None is the dtype of its precision. "float32" under "bf16-mixed" leaves the
-            casts to autocast, as DDP does, for twice the parameter bytes.
-        keep_float32: Parameters that stay as they are beside `param_dtype`, one or several of: the
-            name of a parameter, or of a module for all below it; the name of a module's class or of
-            a base of it; a pattern of such names, as "*.router.*"; a class of modules. "autocast":
-            what computes under `torch.autocast` needs so, see keep_float32.py; a mixed precision of
-            the Trainer adds this. BatchNorm and its like always stay. With the Trainer,
-            "bf16-mixed" and "16-mixed" add vectors and all other parameters that autocast does not
-            cast.
-        activation_checkpointing: Modules that keep their inputs only, and run again in backward:
-            less memory for about a third more computation. True: repeated blocks, see units.py; or
-            as `unit_classes`. Values and random numbers are the same.
-        broadcast_buffers: Rank 0's buffers (BatchNorm statistics) are copied to all ranks at the
-            first forward after a step, as DistributedDataParallel does.
-        assume_elementwise: Promise that optimizers treat every element by itself, instead of a
-            trial on toy tensors, which finds out whether they do or need whole tensors. For an
-            optimizer that draws random numbers, say; a wrong promise trains wrongly.
-        offload_optimizer: Stages 1 to 3: where optimizer shards rest, with the gradients that step
-            them: None (the device), "cpu", "nvme", "auto", a mapping or an OffloadConfig. They are
-            stepped on the CPU then.
-        offload_param: Stage 3: where parameter shards rest; likewise.
-        overlap_step: Step bucket by bucket beside the next forward, which waits for each bucket
-            where it needs it. The same values as without. A look at `optimizer.state` waits.
-        sharding_group_size: Stages 1 to 3: how many consecutive ranks share one set of shards,
-            which every such group repeats. It divides the number of ranks. "node": as many as the
-            launcher starts on a node, so that only shards of gradients cross the links between
-            nodes. None: all ranks.
-        checkpoint: Kind of checkpoint: "full" is one file, as with DDP; "sharded" is a directory to
-            which every rank writes its shards. "auto": sharded if parameters or optimizer states
-            are offloaded, if a full checkpoint takes more than half of the free CPU memory of rank
-            0, or from 2^31 parameter elements on; otherwise full.
-        async_save: Continue training while a sharded checkpoint is written, from a copy of this
-            rank's shards in CPU memory.
-        check_memory: Raise an error before training if model states alone exceed the total memory.
-            The error lists changes that would fit.
-        unshard_after_fit: Give every rank the full module in CPU memory after `fit`. False: its
-            parameters have no values after `fit`, and using one is an error. "auto": as True if the
-            full modules of all ranks of a node take at most half of its free memory; otherwise as
-            False, and the last step is saved, unless a callback has saved it.
+        stage: int, default 3. ZeRO stage: 0 replicates all model states (plain data parallelism), 1
+            shards optimizer states, 2 also gradients, 3 also parameters. With the Trainer, also
+            "auto": the fastest of stages 1, 2 and 3 that leaves 30 % of the free memory to
+            activations, with offload if no stage does without it, and with files only if
+            `nvme_path` or its environment variable is set. The choice is in `config` once training
+            has begun, in the log, the loggers and checkpoints.
+        reduce_bucket_size: Elements, default None. Largest number of gradient elements in one
+            reduction. None: 4 Mi, or 256 Ki for each rank if that is more. All stages; in stage 3 a
+            repeated block is one bucket of any size.
+        allgather_bucket_size: Elements, default None. Largest number of parameter elements in one
+            all-gather after the step. Reductions and all-gathers share their buckets, so the
+            smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
+            and 2.
+        prefetch_bucket_size: Elements, default None. Number of parameter elements to unshard before
+            their use. None: one unit; 0: no prefetch. Stage 3.
+        param_persistence_threshold: Elements, default None. Parameters with fewer elements stay
+            unsharded. None: 0, because a small parameter is in the bucket of its unit and needs no
+            collective of its own. Stage 3.
+        max_live_parameters: Elements, default None. Largest number of unsharded parameter elements
+            that a prefetch may lead to. None: no limit. Stage 3.
+        unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
+            resharded one by one, such as transformer blocks: a class, its name, the name of a
+            module, or a pattern of names. None: repeated blocks, see units.py. Other large modules
+            are units, too; all remaining parameters stay unsharded throughout a step. Stage 3.
+        reshard_after_forward: bool, default None. Free the unsharded parameters of a unit after its
+            forward, and all-gather them again for its backward. None: True. False needs more memory
+            and a third less communication. Stage 3.
+        overlap_comm: bool, default True. Communicate while computing. False: wait for every
+            collective where it is issued. All stages.
+        reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
+            and stored. None: float32, or the parameters' dtype if that is wider. All stages.
+        param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
+            the module computes. None: the dtypes of the module. For a dtype narrower than float32
+            the optimizer steps float32 main parameters. All stages. With the Trainer, None is the
+            dtype of its precision. "float32" under "bf16-mixed" leaves the casts to autocast, as
+            DDP does, for twice the parameter bytes.
+        keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
+            beside `param_dtype`: the name of a parameter, or of a module for all parameters below
+            it; the name of a class or base class of modules; a pattern of names, such as
+            "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` needs in
+            float32, see keep_float32.py; a mixed precision of the Trainer adds it. BatchNorm and
+            other modules with running statistics always keep their dtype. All stages.
+        activation_checkpointing: bool, class, str, or list of these, default False. Modules that
+            save only their inputs and run again in backward, for less memory and about a third more
+            computation. True: repeated blocks, see units.py; or modules as in `unit_classes`.
+            Values and random numbers do not change. All stages.
+        broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
+            to all ranks at the first forward after a step, as DistributedDataParallel does. All
+            stages.
+        assume_elementwise: bool, default False. Promise that every optimizer treats each element by
+            itself. False: a probe on small tensors determines this, and optimizers that need full
+            tensors get them. True is for an optimizer that draws random numbers, for example; if
+            the promise is wrong, training is wrong. Stages 1 to 3.
+        offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
+            of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
+            then steps them. None: the device. Stages 1 to 3.
+        offload_param: str, mapping or OffloadConfig, default None. Tier of parameter shards, as in
+            `offload_optimizer`. None: the device. Stage 3.
+        overlap_step: bool, default False. Step bucket by bucket during the next forward, which
+            waits for each bucket where it needs it. The values do not change. Reading
+            `optimizer.state` waits for the step. Stages 1 to 3.
+        sharding_group_size: Number of ranks or "node", default None. Number of consecutive ranks
+            that form a shard group; each group holds all shards. It must divide the number of
+            ranks. "node": the ranks that the launcher starts on a node, so that only gradient
+            shards cross the links between nodes. None: all ranks. Stages 1 to 3.
+        checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
+            file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
+            sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more
+            than half of the free CPU memory of rank 0, or from 2^31 parameter elements on;
+            otherwise full. All stages.
+        async_save: bool, default False. Continue training while a sharded checkpoint is written,
+            from a copy of this rank's shards in CPU memory. All stages.
+        check_memory: bool, default True. Raise an error before training if model states alone
+            exceed the total memory. The error lists changes that would fit. All stages.
+        unshard_after_fit: bool or "auto", default "auto". Give every rank the full module in CPU
+            memory after `fit`. False: its parameters have no values after `fit`, and using one is
+            an error. "auto": as True if the full modules of all ranks of a node take at most half
+            of its free memory; otherwise as False, and the last step is saved, unless a callback
+            has saved it. All stages.
         accelerator: Accelerator, as in every Lightning strategy. Set by the Trainer.
         parallel_devices: Devices of this node. Set by the Trainer.
-        cluster_environment: Environment that assigns ranks. None: chosen by the Trainer.
-        checkpoint_io: Plugin that writes and reads full checkpoints. A custom plugin implies full
-            checkpoints. None: `ZeroCheckpointIO`.
-        precision_plugin: One of Lightning's precision plugins, which is replaced by a plugin of the
-            same precision that supports shards. Set by the Trainer.
-        process_group_backend: Backend of collectives. None: "nccl" on CUDA, "gloo" on CPU.
-        timeout: Timeout of each collective, a `timedelta` or seconds. None: the backend's.
-        wait_report_s: Seconds of waiting for other ranks after which rank 0 prints once what every
-            rank is doing. None: never.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost, because
-            its process is stopped or its node cannot be reached. The job then ends on all ranks.
-            None: missing heartbeats alone end nothing.
-        start_method: Way to start the ranks of a node: "popen" runs the script once for each rank;
-            "fork" is for notebooks; "spawn" and "forkserver" are those of `multiprocessing`.
+        cluster_environment: ClusterEnvironment, default None. Environment that assigns ranks. None:
+            chosen by the Trainer.
+        checkpoint_io: CheckpointIO, default None. Plugin that writes and reads full checkpoints.
+            With a custom plugin, "auto" means full checkpoints. None: `ZeroCheckpointIO`.
+        precision_plugin: Precision plugin of Lightning, which is replaced by a plugin of the same
+            precision that supports shards. Set by the Trainer.
+        process_group_backend: str, default None. Backend of collectives. None: "nccl" on CUDA,
+            "gloo" on CPU.
+        timeout: timedelta or seconds, default 30 minutes. Timeout of each collective. None: the
+            backend's.
+        wait_report_s: Seconds, default 30. Time of waiting for other ranks after which rank 0
+            prints once what every rank is doing. None: never.
+        heartbeat_timeout_s: Seconds, default None. Time without a heartbeat after which a rank
+            counts as lost, because its process is stopped or its node cannot be reached. The job
+            then ends on all ranks. None: missing heartbeats alone end nothing.
+        start_method: str, default "popen". Way to start the ranks of a node: "popen" runs the
+            script once for each rank; "fork" is for notebooks; "spawn" and "forkserver" are those
+            of `multiprocessing`.
 
     Raises:
         ValueError: An option is out of range, or has no meaning in this stage.

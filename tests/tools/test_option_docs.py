@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
+
 import pytest
 
 from lightning_zero import ZeroConfig, ZeroStrategy
@@ -23,6 +27,18 @@ def test_every_argument_has_a_description_in_the_order_of_the_signature():
     described = descriptions(ZeroStrategy.__doc__, "Args")
     assert list(described) == arguments()
     assert not [name for name, text in described.items() if len(text) < _MIN_LETTERS]
+
+
+def test_defaults_in_descriptions_are_those_of_the_signature():
+    parameters = inspect.signature(ZeroStrategy).parameters
+    described = descriptions(ZeroStrategy.__doc__, "Args")
+    defaults = {
+        name: ast.literal_eval(found[1])
+        for name, text in described.items()
+        if (found := re.search(r"default (\w+|\"\w+\")\.", text))
+    }
+    assert len(defaults) > 20
+    assert defaults == {name: parameters[name].default for name in defaults}
 
 
 def test_lightning_cli_shows_every_description(capsys):
