@@ -75,10 +75,10 @@ def _describe_tensor(tensor: Tensor) -> dict[str, str]:
     if is_lazy(tensor):
         return {"shape": "lazy"}
     if pending_values(tensor) is not None:
-        values = "to be loaded"
+        value = "to be loaded"
     else:
-        values = "none yet (meta device)" if tensor.is_meta else "present"
-    return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "values": values}
+        value = "not set yet (meta device)" if tensor.is_meta else "set"
+    return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "value": value}
 
 
 def describe_optimizer(

@@ -138,8 +138,8 @@ def _tier_in_memory(placement: Placement) -> Tier:
 def _full_numel(placement: Placement, value: Tensor) -> int:
     """Number of elements of the full tensor that `value` is a shard of."""
     bucket = bucket_of(placement)
-    is_whole = bucket.replicates_optim or bucket.shards.has_tensor_owners
-    is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
+    is_full = bucket.replicates_optim or bucket.shards.has_tensor_owners
+    is_slice = not is_full and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
 
 
