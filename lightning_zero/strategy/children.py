@@ -105,7 +105,8 @@ class Children(threading.Thread):
         """Waits for the children at exit: the command ends only after all ranks have ended."""
         if self._is_over.is_set() or self._has_failed:
             return
-        if running := self._wait(_GRACE_S):
+        running = self._wait(_GRACE_S)
+        if running:
             _report(f"rank 0 finished; waiting for other ranks: {self._describe(running)}.")
         for process in self.processes:
             process.wait()

@@ -123,7 +123,7 @@ class EngineStrategy(ProcessStrategy):
         return self._engine
 
     @property
-    def _owner(self) -> Engine | None:
+    def _state_engine(self) -> Engine | None:
         """The engine that has the optimizers' shards: the running one, or the closed one."""
         return self._engine or self._closed
 
@@ -165,7 +165,9 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        Mesh.of(0, self.num_nodes * self.num_processes, self._group_size)  # raises if it cannot be
+        Mesh.of(
+            0, self.num_nodes * self.num_processes, self._group_size
+        )  # raises for a wrong group size
         super()._configure_launcher()
 
     @override

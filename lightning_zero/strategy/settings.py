@@ -80,7 +80,7 @@ class AvailableMemory:
     device_total: int  # on the CPU, as `host_total`
     host_free: int  # of a machine
     host_total: int  # of a machine, with its swap space
-    disk_free: int  # of a machine's folder for files; 0 where none is named
+    disk_free: int  # of a machine's folder for files; 0 if none is set
 
 
 @dataclass(frozen=True)
@@ -374,9 +374,10 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
         elif offload is not None:
             arguments.append(f"{name}={offload.device!r}")
-    if (again := config.checkpointed_modules) is True:
+    checkpointed = config.checkpointed_modules
+    if checkpointed is True:
         arguments.append("activation_checkpointing=True")
-    elif again:
-        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in again)
+    elif checkpointed:
+        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in checkpointed)
         arguments.append(f"activation_checkpointing=[{', '.join(kinds)}]")
     return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')

@@ -304,7 +304,8 @@ class ZeroStrategy(EngineStrategy):
                 have no equivalent.
         """
         translation = translate(source, world_size=world_size)
-        if message := translation.message():
+        message = translation.message()
+        if message:
             rank_zero_warn(message)
         config = translation.config
         stage = kwargs.get("stage", config.stage)
@@ -410,7 +411,7 @@ class ZeroStrategy(EngineStrategy):
             self._saving.free()
             super().teardown()
 
-    # ---------------------------------------------------------------- what is saved
+    # ---------------------------------------------------------------- saving
 
     @property
     def _saves_shards(self) -> bool:
@@ -422,13 +423,13 @@ class ZeroStrategy(EngineStrategy):
         """Whether only the `CheckpointIO` handles `path`: it is the user's, or `path` is a URL."""
         return is_user_io(self.checkpoint_io) or is_download(path)
 
-    def _meet(self, name: str) -> None:
+    def _synchronize(self, name: str) -> None:
         """Waits until all ranks are here, during a run; an error if one is not. Collective.
 
         Otherwise a rank that saves alone would wait for data of the others.
         """
-        if (engine := self._engine) is not None:
-            engine.lockstep.barrier(name)
+        if self._engine is not None:
+            self._engine.lockstep.barrier(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -449,10 +450,10 @@ class ZeroStrategy(EngineStrategy):
         assert module is not None
         if not self._can_communicate():
             return {}
-        self._meet("the state of the module, for a checkpoint")
-        if is_for_file and self._owner is not None and self._saves_shards:
+        self._synchronize("the state of the module, for a checkpoint")
+        if is_for_file and self._state_engine is not None and self._saves_shards:
             is_closed = self._engine is None
-            state = self._saving.state_dict(self._owner, module, is_closed=is_closed)
+            state = self._saving.state_dict(self._state_engine, module, is_closed=is_closed)
         else:
             state = self._full_state(is_for_file)
         return with_saved_names(state)
@@ -481,7 +482,7 @@ class ZeroStrategy(EngineStrategy):
         """State of `optimizer`: full on rank 0, or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        owner = self._owner
+        owner = self._state_engine
         if self._has_lost_states:
             raise RuntimeError(
                 "the optimizer states are not available: the Trainer was pickled after a run, "
@@ -493,7 +494,7 @@ class ZeroStrategy(EngineStrategy):
         if not self._can_communicate():
             return {}
         owner.optimizers.check_has_states()
-        self._meet("the state of an optimizer, for a checkpoint")
+        self._synchronize("the state of an optimizer, for a checkpoint")
         if self._saves_shards:
             return self._saving.optimizer_state(optimizer, owner)
         return optimizer_state_dict(optimizer, owner.buckets, is_recipient=self.is_global_zero)
@@ -508,7 +509,8 @@ class ZeroStrategy(EngineStrategy):
             TypeError: Storage options were given for a sharded checkpoint.
             OSError: The checkpoint cannot be written. Raised on every rank.
         """
-        if (choice := self._settings.choice) is not None:
+        choice = self._settings.choice
+        if choice is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[METADATA_KEY] = {"auto": chosen}
         if not self._can_communicate():
@@ -519,14 +521,14 @@ class ZeroStrategy(EngineStrategy):
             return
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, self._engine)
-        if self._owner is not None and self._saves_shards:
+        if self._state_engine is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
                     "storage_options are for a CheckpointIO, which a sharded checkpoint does not "
                     'use; leave them out, or use ZeroStrategy(checkpoint="full").'
                 )
             last_masters = self._last_masters if self._engine is None else None
-            self._saving.save(checkpoint, filepath, self._owner, last_masters=last_masters)
+            self._saving.save(checkpoint, filepath, self._state_engine, last_masters=last_masters)
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
@@ -632,7 +634,7 @@ class ZeroStrategy(EngineStrategy):
                 "trainer.save_checkpoint()."
             )
         state = super().__getstate__()
-        state["_has_lost_states"] |= self._owner is not None
+        state["_has_lost_states"] |= self._state_engine is not None
         launcher: Any = copy.copy(self._launcher)
         if hasattr(launcher, "procs"):
             launcher.procs = []  # the started processes belong to this process
