@@ -1,8 +1,8 @@
 """Hydra's config groups, for any application: `hydra.searchpath: [pkg://lightning_zero.conf]`.
 
-Importing it makes known what the files refer to, for an application that has them in a folder.
-`make_trainer(config)` builds the Trainer with callbacks and loggers; `optimized_metric` is what
-`main` returns to a sweeper.
+Importing it registers the schema and the resolvers of the files, also for an application that has
+copied them. `make_trainer(config)` builds the Trainer with callbacks and loggers;
+`optimized_metric` is the value that `main` returns to a sweeper.
 """
 
 from lightning_zero.observe.hydra_trainer import make_trainer, optimized_metric

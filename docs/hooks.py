@@ -1,6 +1,6 @@
-"""Hooks of MkDocs: the dated pages of `tests/benchmarks` are pages of the site, too.
+"""Hooks of MkDocs that add the dated pages of `tests/benchmarks` to the site.
 
-The sources link to them where they are in the repository, so that links work there as well.
+The sources link to these pages by their path in the repository, so that the links work there, too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds them and their pictures, below `benchmarks/`."""
+    """Adds the dated pages and their pictures below `benchmarks/`."""
     for path in sorted((_ROOT / _FOLDER).iterdir()):
         if path.suffix in (".md", ".png"):
             uri = f"benchmarks/{path.name}"
@@ -25,6 +25,6 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lets links lead to the copies."""
+    """Rewrites links to the dated pages as links within the site."""
     up = "../" * page.file.src_uri.count("/")
     return re.sub(rf"\]\((?:\.\./)+{_FOLDER}/", f"]({up}benchmarks/", markdown)

@@ -1,9 +1,9 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
-Importing the package registers the strategies `zero1`, `zero2` and `zero3`, and the same with
-`_notebook`, and those with `_offload`, for `Trainer(strategy=...)`, and makes
-`load_from_checkpoint` open directories too. All of it stands in `_api`, which takes seconds to
-import; the command `lightning-zero` waits with that until it is needed.
+Importing the package registers the strategies `zero1`, `zero2` and `zero3`, their `_offload`
+variants, and each of these with `_notebook` for `Trainer(strategy=...)`. It also lets
+`load_from_checkpoint` open sharded checkpoints. The public names are defined in `_api`, which takes
+seconds to import; the command `lightning-zero` imports it only when needed.
 """
 
 import importlib

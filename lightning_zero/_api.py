@@ -1,4 +1,4 @@
-"""What `import lightning_zero` gives, and does: see there."""
+"""Public names of `lightning_zero`, and what its import registers; see `lightning_zero`."""
 
 from lightning.pytorch.strategies import StrategyRegistry
 

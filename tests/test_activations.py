@@ -1,4 +1,4 @@
-"""Activations that wait for backward in CPU memory, in one process without an engine."""
+"""Activation offload in one process without an engine."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def gradients(context, function, *inputs):
 
 
 def assert_same_gradients(function, *inputs, min_bytes=1):
-    """With and without offload; returns the bytes offloaded."""
+    """Compares gradients with and without offload; returns the offloaded bytes."""
     context = offload_activations(min_bytes=min_bytes)
     ours = gradients(context, function, *inputs)
     plain = gradients(torch.enable_grad(), function, *inputs)

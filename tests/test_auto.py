@@ -1,4 +1,4 @@
-"""`stage="auto"`, and the look before a run: on rooms of all sizes, without a device."""
+"""`stage="auto"` and the memory check, for all amounts of memory, without a device."""
 
 import warnings
 from functools import partial
@@ -76,7 +76,7 @@ def test_a_reason_names_what_would_be_faster_and_what_it_lacks(model):
 def test_files_are_chosen_only_where_a_folder_is_set(model):
     found = chosen(model, memory(0.5, host_gib=1, disk_gib=0))
     assert "nvme" not in devices(found.config)
-    assert "nothing leaves room" in found.reason
+    assert "no choice leaves memory" in found.reason
 
 
 def test_offloads_that_a_user_has_set_are_kept(model):
@@ -111,7 +111,7 @@ def test_wrong_settings_are_refused_when_the_strategy_is_made(arguments, error, 
         ZeroStrategy(**arguments)
 
 
-# ---------------------------------------------------------------- the look before a run
+# ---------------------------------------------------------------- the memory check
 
 
 def refuse(model, config, memory, hardware=CUDA):
@@ -141,7 +141,7 @@ def test_the_error_reports_that_nothing_would_fit(model):
         refuse(model, ZeroConfig(stage=0), memory(0.1, host_gib=0.1))
 
 
-def test_an_offload_that_goes_where_there_is_room_is_not_refused(model):
+def test_an_offload_that_adapts_to_the_memory_is_not_refused(model):
     refuse(model, ZeroConfig(stage=1, offload_optimizer="auto"), memory(1))
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_o
     monkeypatch.setattr(strategy_settings, "_physical_bytes", lambda: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(ValueError, match=r"model states cannot fit: .* KiB|cannot fit"):
+        with pytest.raises(ValueError, match=r"model states do not fit: .* KiB|do not fit"):
             make_trainer(settings(3)).fit(MLPModule())
         module = MLPModule()
         make_trainer(settings(3, check_memory=False)).fit(module)
@@ -167,8 +167,8 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_o
 # ---------------------------------------------------------------- training
 
 
-def _fit_and_look(rank, world_size):
-    # Ranks have different amounts of memory, and choose by the least.
+def _fit_with_auto(rank, world_size):
+    # Ranks have different amounts of memory; the least decides.
     strategy_settings.available_memory_bytes = lambda: (10 + 20 * rank) * 2**20
     logger = CSVLogger("logs", version=0)
     strategy = ZeroStrategy(stage="auto")
@@ -185,7 +185,7 @@ def _fit_and_look(rank, world_size):
 
 
 def test_training_goes_on_with_one_choice_that_is_written_down():
-    ranks = run_ranks(2, _fit_and_look, has_group=False)
+    ranks = run_ranks(2, _fit_with_auto, has_group=False)
     outcomes = [outcome for outcome, *_ in ranks]
     assert_same(outcomes, fit_reference(2, OF_TWO_RANKS))
     assert len({reason for _, _, reason, _ in ranks}) == 1

@@ -1,4 +1,4 @@
-"""Copies of a module that cannot be averaged, refused by name."""
+"""A copy of a module that cannot be averaged is refused by name."""
 
 import pytest
 import torch

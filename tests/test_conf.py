@@ -30,7 +30,7 @@ FILES = sorted(CONF.rglob("*.yaml"))
 
 
 def _differs_in_one(choices):
-    """From the default of the example."""
+    """Settings that differ from the example's default."""
     return sum(map(str.__ne__, choices, ("stage3", "default", "comm"))) <= 1 or "off" in choices
 
 
@@ -45,7 +45,7 @@ COMBINATIONS = [
 STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
 
 
-# Of what is installed for an extra.
+# Groups that need an optional dependency.
 NEEDS = {
     "hparams_search=optuna": ("hydra_plugins.hydra_optuna_sweeper", "sweep"),
     "logger=tensorboard": ("tensorboard", "tensorboard"),
@@ -65,7 +65,7 @@ def skip_without_extra(*overrides):
 
 @pytest.fixture
 def in_job(tmp_path):
-    """Composes as within a job: with its directory, and all that Hydra knows of it."""
+    """Composes as inside a job: with its directory and Hydra's settings."""
 
     def compose_job(*overrides, mode=RunMode.RUN, name="config"):
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
@@ -86,7 +86,7 @@ def in_job(tmp_path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_has_a_description_and_composes_with_its_command(path):
     lines = path.read_text().splitlines()
-    comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # Hydra wants it first
+    comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # must be line 1
     pattern = (
         r"# (?P<what>.+): (srun |PYTHONPATH=examples )?python examples/(train|eval)\.py"
         r"(?P<overrides>.*)"
@@ -243,8 +243,8 @@ def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, c
     trainer = make_trainer(config)
     assert not trainer.checkpoint_callbacks
     limits = {"default": (20, False, 0), "fdr": (20, True, 0), "overfit": (20, False, 3)}
-    told = config.trainer
-    found = (told.limit_train_batches, told.fast_dev_run, told.overfit_batches)
+    settings = config.trainer
+    found = (settings.limit_train_batches, settings.fast_dev_run, settings.overfit_batches)
     assert found == limits[choice]
     assert list(tmp_path.iterdir()) == []
 
@@ -283,9 +283,9 @@ def test_paths_are_those_of_the_project_and_the_job(in_job, tmp_path, monkeypatc
 
 def test_a_run_is_named_by_its_overrides_and_grouped_by_its_sweep(in_job, monkeypatch):
     words = ["zero=stage2", "logger=wandb", "model.lr=0.01", "tags=[x]", "task_name=mine"]
-    told = in_job(*words).logger.wandb
-    assert (told.name, told.group, told.job_type) == ("zero=stage2 model.lr=0.01", None, "mine")
-    assert list(told.tags) == ["x"]
+    wandb = in_job(*words).logger.wandb
+    assert (wandb.name, wandb.group, wandb.job_type) == ("zero=stage2 model.lr=0.01", None, "mine")
+    assert list(wandb.tags) == ["x"]
     sweep = [*words, "hydra.sweep.dir=outputs/my-sweep"]
     assert in_job(*sweep, mode=RunMode.MULTIRUN).logger.wandb.group == "my-sweep"
     assert in_job("logger=wandb").logger.wandb.name is None
@@ -345,7 +345,7 @@ def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
         words = ["hydra/launcher=slurm", strategy]
         config = compose("config", overrides=words, return_hydra_config=True)
     (callback,) = config.hydra.callbacks.values()
-    # Submitit pickles it: a worker imports its module, and so lightning_zero.
+    # Submitit pickles the callback; a worker that loads it imports lightning_zero.
     assert callback._target_ == "lightning_zero.strategy.hydra_jobs.HydraJobs"
 
 

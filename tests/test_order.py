@@ -102,14 +102,14 @@ class ControlPlane:
     def reserve(self, num_bytes):
         self.width = num_bytes
 
-    def run_round(self, numbers, mask=b"", judge=None):
+    def run_round(self, numbers, mask=b"", check=None):
         self.num_awaited += 1
-        return self.begin_round(numbers, mask, judge).result()
+        return self.begin_round(numbers, mask, check).result()
 
-    def begin_round(self, numbers, mask, judge):
+    def begin_round(self, numbers, mask, check):
         votes = self.world.votes[self.rank]
         votes.append((list(numbers), mask))
-        return PendingRound(self, len(votes) - 1, judge)
+        return PendingRound(self, len(votes) - 1, check)
 
     @contextmanager
     def waiting(self, name):
@@ -126,8 +126,8 @@ class ControlPlane:
 
 
 class PendingRound:
-    def __init__(self, control_plane, number, judge):
-        self._control_plane, self._number, self._judge = control_plane, number, judge
+    def __init__(self, control_plane, number, check):
+        self._control_plane, self._number, self._check = control_plane, number, check
 
     def done(self):
         return all(len(votes) > self._number for votes in self._control_plane.world.votes)
@@ -139,7 +139,7 @@ class PendingRound:
         width = max(len(mask) for _, mask in votes)
         masks = [mask.ljust(width, b"\0") for _, mask in votes]
         result = RoundResult(numbers, bytes(max(of_all) for of_all in zip(*masks, strict=True)))
-        return result if self._judge is None else result._replace(error=self._judge(result))
+        return result if self._check is None else result._replace(error=self._check(result))
 
 
 class Rank:

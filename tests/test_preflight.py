@@ -1,4 +1,4 @@
-"""Layouts of SLURM, asked and given."""
+"""Layouts of the Trainer and of SLURM."""
 
 import pytest
 
@@ -68,11 +68,11 @@ def test_too_few_gpus_are_an_error_that_names_the_line():
 
 
 def test_an_error_about_gpus_per_task_suggests_gpus_per_node():
-    """Each of two tasks sees one GPU, and devices=1 is all that the Trainer takes there."""
+    """Each of two tasks sees one GPU, so that the Trainer accepts only devices=1."""
     environment = srun(1, "2", 2, SLURM_GPUS_ON_NODE="2", SLURM_GPUS_PER_TASK="1")
     with pytest.raises(ValueError, match=r"gave 1 node\(s\) with 2 task\(s\)") as caught:
         check(environment, 1, 1, on_cuda=True)
-    assert "ask with --gpus-per-node, and" in str(caught.value)
+    assert "use --gpus-per-node, and" in str(caught.value)
     with pytest.raises(ValueError) as caught:
         check(srun(1, "2", 2), 1, 1, on_cuda=True)
     assert "--gpus-per-task" not in str(caught.value)

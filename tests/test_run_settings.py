@@ -1,4 +1,4 @@
-"""What loggers are told of a run."""
+"""Hyperparameters that loggers get of a run."""
 
 import json
 
@@ -18,10 +18,10 @@ from lightning_zero.strategy.hydra import masked
 class Noted(CSVLogger):
     def __init__(self, folder):
         super().__init__(folder)
-        self.told = []
+        self.logged = []
 
     def log_hyperparams(self, params):
-        self.told.append(dict(params))
+        self.logged.append(dict(params))
 
 
 @pytest.mark.parametrize("loop", ["fit", "validate", "test", "predict"])
@@ -43,7 +43,7 @@ def test_every_logger_gets_settings_strategy_and_size_once(tmp_path, loop):
         "strategy": {"name": "SingleDeviceStrategy"},
     }
     for logger in loggers:
-        assert [told for told in logger.told if "seed" in told] == [expected]
+        assert [logged for logged in logger.logged if "seed" in logged] == [expected]
 
 
 def test_frozen_parameters_are_counted_separately():
@@ -55,12 +55,12 @@ def test_settings_of_the_strategy_are_plain_values():
     strategy = ZeroStrategy(
         stage=3, offload_optimizer="cpu", unit_classes=[nn.Linear, "Block"], reduce_dtype="bf16"
     )
-    told = strategy_settings(strategy)
-    assert json.loads(json.dumps(told)) == told
-    assert (told["name"], told["stage"]) == ("ZeroStrategy", 3)
-    assert told["offload_optimizer"]["device"] == "cpu"
-    assert told["unit_classes"] == ["Linear", "Block"]
-    assert told["reduce_dtype"] == str(torch.bfloat16)
+    logged = strategy_settings(strategy)
+    assert json.loads(json.dumps(logged)) == logged
+    assert (logged["name"], logged["stage"]) == ("ZeroStrategy", 3)
+    assert logged["offload_optimizer"]["device"] == "cpu"
+    assert logged["unit_classes"] == ["Linear", "Block"]
+    assert logged["reduce_dtype"] == str(torch.bfloat16)
 
 
 def test_secrets_are_masked_in_what_loggers_are_given(monkeypatch):

@@ -1,4 +1,4 @@
-"""What `pip install lightning-zero` gives to an application outside this repository."""
+"""The installed wheel, used by an application outside this repository."""
 
 import os
 import re
@@ -28,9 +28,9 @@ if __name__ == "__main__":
     main()
 """
 
-# An application with a trainer, loggers and callbacks at the usual places. It prints what it built
-# of every choice of every group that the wheel has.
-WHOLE_APP = """
+# An application with a trainer, loggers and callbacks at the usual places. It prints the objects
+# that it has built for every choice of every group of the wheel.
+FULL_APP = """
 defaults:
   - _self_
   - paths: default
@@ -61,14 +61,14 @@ from lightning_zero.conf import make_trainer
 
 here = pathlib.Path.cwd()
 conf = pathlib.Path(lightning_zero.conf.__file__).parent
-has_group = lambda group: f"- {group}:" in (here / "whole.yaml").read_text()
+has_group = lambda group: f"- {group}:" in (here / "full.yaml").read_text()
 for path in sorted(conf.glob("*/**/*.yaml")):
     group = path.parent.relative_to(conf).as_posix()
     word = f"{'' if has_group(group) or '/' in group else '+'}{group}={path.stem}"
     words = [word, "trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
     with initialize_config_dir(version_base="1.3", config_dir=str(here)):
         try:
-            config = compose("whole", overrides=words, return_hydra_config=True)
+            config = compose("full", overrides=words, return_hydra_config=True)
             with open_dict(config):
                 config.hydra.runtime.output_dir = str(here / "run")
             HydraConfig.instance().set_config(config)
@@ -85,7 +85,7 @@ def packages(tmp_path_factory):
     """A folder with the sdist, and the wheel that is built from it."""
     pytest.importorskip("build", reason="needs the extra dev")
     folder = tmp_path_factory.mktemp("packages")
-    # From a copy of what git knows, as a release is.
+    # From a copy of the tracked files, as a release is.
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:
         pytest.skip("needs the repository's git, to know what belongs to it")
@@ -105,13 +105,13 @@ def installed(packages, tmp_path_factory):
     (site_packages,) = (folder / "venv" / "lib").glob("python*/site-packages")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site_packages)
-    # The dependencies are those of this environment, behind the wheel.
+    # Dependencies come from this environment, after the wheel.
     (site_packages / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
     app = folder / "app"
     app.mkdir()
     (app / "app.py").write_text(APP)
     (app / "build_all.py").write_text(BUILD_ALL)
-    (app / "whole.yaml").write_text(WHOLE_APP)
+    (app / "full.yaml").write_text(FULL_APP)
     blocks = re.findall(r"^```yaml\n(.*?)^```$", GUIDE, flags=re.DOTALL | re.MULTILINE)
     (block,) = [block for block in blocks if "my_trainer" in block]
     (app / "app.yaml").write_text(block)

@@ -1,10 +1,10 @@
-"""All of it in one object, usable without Lightning. Imports optim and all below it.
+"""The engine: one object that is usable without Lightning. Imports optim and all below it.
 
-    engine        `Engine`: a module, its optimizers, a config; and how it begins
+    engine        `Engine`: a module, its optimizers and a config; its construction
     optimizers    the optimizers of an engine
-    shadow        averages of the weights (EMA, SWA), in shards beside the masters
+    shadow        averages of the weights (EMA, SWA), sharded like the master parameters
     counting      bytes held, for `memory_report`
-    consistency   what must be the same on every rank
+    consistency   descriptions that must be the same on every rank
 
 Begin with `engine`.
 """

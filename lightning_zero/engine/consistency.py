@@ -1,4 +1,4 @@
-"""What a model, its optimizers and settings are, to be compared between ranks."""
+"""Descriptions of a model, its optimizers and settings, for the consistency check of all ranks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from lightning_zero.tensors.meta import pending_values
 
 __all__ = ["describe_config", "describe_module", "describe_optimizer", "describe_software"]
 
-_OF_ONE_RANK = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}  # group options
-_NOT_COMPARED = {"params", "param_names"}  # told by parameter
-_OF_ONE_NODE = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
+# Options of parameter groups that may differ between ranks.
+_RANK_OPTIONS = {"device", "generator", "global_rank", "local_rank", "rank", "seed"}
+_NOT_COMPARED = {"params", "param_names"}  # each parameter has a description of its own
+_NODE_OPTIONS = {"nvme_path", "pin_memory", "buffer_count", "buffer_size"}  # of an OffloadConfig
 
 
 def describe_software() -> dict[str, str]:
-    """Versions that must be equal on all ranks: they share formats and orders of operations."""
+    """Versions that must be equal on all ranks, which share formats and orders of operations."""
     return {
         "lightning_zero": __version__,
         "torch": torch.__version__,
@@ -37,27 +38,30 @@ def describe_software() -> dict[str, str]:
 
 
 def describe_module(module: nn.Module, config: ZeroConfig) -> dict[str, dict[str, str]]:
-    """Of parameters, of the modules that hold them, and of the buffers that ranks share."""
-    facts: dict[str, dict[str, str]] = {}
+    """Describes parameters, the modules that hold them, and the buffers that ranks share."""
+    descriptions: dict[str, dict[str, str]] = {}
     first_names: dict[Tensor, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         name = saved_name(name)
         if parameter in first_names:
-            facts[f"parameter {name}"] = {"tensor": f"that of {first_names[parameter]}"}
+            descriptions[f"parameter {name}"] = {"tensor": f"that of {first_names[parameter]}"}
             continue
         first_names[parameter] = name
         requires_grad = str(parameter.requires_grad)
-        facts[f"parameter {name}"] = {**_describe_tensor(parameter), "requires_grad": requires_grad}
+        descriptions[f"parameter {name}"] = {
+            **_describe_tensor(parameter),
+            "requires_grad": requires_grad,
+        }
     holders = {holder for name, _ in module.named_parameters() for holder in _holders(name)}
     for name, child in module.named_modules(remove_duplicate=False):
         if name in holders and not isinstance(child, OptimizedModule):
             own_name = saved_name(f"{name}.").removesuffix(".")
-            subject = f"module {own_name}" if own_name else "the whole module"
-            facts[subject] = {"class": type(child).__qualname__}
+            subject = f"module {own_name}" if own_name else "the root module"
+            descriptions[subject] = {"class": type(child).__qualname__}
     for name, buffer in module.named_buffers():
         if config.broadcast_buffers or buffer.is_meta:
-            facts[f"buffer {saved_name(name)}"] = _describe_tensor(buffer)
-    return facts
+            descriptions[f"buffer {saved_name(name)}"] = _describe_tensor(buffer)
+    return descriptions
 
 
 def _holders(name: str) -> Iterator[str]:
@@ -71,37 +75,37 @@ def _describe_tensor(tensor: Tensor) -> dict[str, str]:
     if is_lazy(tensor):
         return {"shape": "lazy"}
     if pending_values(tensor) is not None:
-        values = "to be loaded"
+        value = "to be loaded"
     else:
-        values = "none yet (meta device)" if tensor.is_meta else "there"
-    return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "values": values}
+        value = "not set yet (meta device)" if tensor.is_meta else "set"
+    return {"shape": str(tuple(tensor.shape)), "dtype": str(tensor.dtype), "value": value}
 
 
 def describe_optimizer(
     number: int, optimizer: Optimizer, found: ProbeResult, names: Mapping[nn.Parameter, str]
 ) -> dict[str, dict[str, str]]:
-    """Of one optimizer, the `number`th of the engine. `names`: in the order of the module."""
+    """Describes the `number`th optimizer of the engine. `names` are in the order of the module."""
     title = f"optimizer {number}"
-    kind = "elementwise" if found.is_elementwise else "whole tensors"
-    facts = {
+    kind = "elementwise" if found.is_elementwise else "full tensors"
+    descriptions = {
         title: {
             "class": type(optimizer).__qualname__,
             "number of groups": str(len(optimizer.param_groups)),
-            "way of stepping": f"{kind}, {found.kind.value}",
+            "kind of step": f"{kind}, {found.kind.value}",
         }
     }
     group_of: dict[nn.Parameter, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         group_of.update(dict.fromkeys(group["params"], index))
-        facts[f"group {index} of {title} ({type(optimizer).__qualname__})"] = {
+        descriptions[f"group {index} of {title} ({type(optimizer).__qualname__})"] = {
             str(key): _text(value)
             for key, value in group.items()
-            if key not in _OF_ONE_RANK | _NOT_COMPARED
+            if key not in _RANK_OPTIONS | _NOT_COMPARED
         }
-    for parameter, name in names.items():  # a group may be made of a set, in any order
+    for parameter, name in names.items():  # a group made of a set has no fixed order
         if parameter in group_of:
-            facts[f"parameter {name} in {title}"] = {"group": str(group_of[parameter])}
-    return facts
+            descriptions[f"parameter {name} in {title}"] = {"group": str(group_of[parameter])}
+    return descriptions
 
 
 def describe_config(config: ZeroConfig) -> dict[str, str]:
@@ -112,13 +116,13 @@ def describe_config(config: ZeroConfig) -> dict[str, str]:
 
 def _setting(value: object) -> str:
     if isinstance(value, OffloadConfig):
-        kept = {k: v for k, v in dataclasses.asdict(value).items() if k not in _OF_ONE_NODE}
+        kept = {k: v for k, v in dataclasses.asdict(value).items() if k not in _NODE_OPTIONS}
         return ", ".join(f"{name}={part!r}" for name, part in kept.items() if part is not None)
     return repr(value)
 
 
 def _text(value: Any) -> str:
-    """`value` in the same words on every rank where it is the same."""
+    """Text for `value` that is the same on every rank where the value is."""
     if isinstance(value, Tensor):
         if value.numel() == 1 and not value.is_meta:
             return f"tensor({value.item()})"

@@ -1,4 +1,4 @@
-"""This rank's bytes by state and tier, counted from the buffers that hold them."""
+"""Bytes of this rank by state and tier, counted from the buffers that hold them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_zero.tiers.storage import Storage
 
 __all__ = ["count_memory", "full_checkpoint_bytes", "cpu_param_bytes", "full_bytes"]
 
-_STATES_NUMEL = 2  # of Adam, for each element of a trained parameter
+_STATES_NUMEL = 2  # elements of Adam's states for each element of a trained parameter
 
 
 def count_memory(
@@ -34,12 +34,12 @@ def count_memory(
     comm: Communicator,
     averages: Iterable[Bucket],
 ) -> MemoryReport:
-    """What an engine holds on this rank at this moment, while nothing steps. Local.
+    """Counts the bytes that an engine holds on this rank now, while no step runs. Local.
 
     `averages`: buckets of averages of the weights, which count as optimizer state.
     """
     held: Counter[tuple[Tier, State]] = Counter()
-    # What DistributedDataParallel takes: in the dtypes in which parameters were given.
+    # Bytes with DistributedDataParallel: in the original dtypes of parameters.
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
         held.update(_allocated_bytes(bucket))
@@ -49,7 +49,7 @@ def count_memory(
             alone[State.GRAD] += params
     for optimizer in optimizers:
         for placement, value in _states_of(optimizer):
-            if not isinstance(value, LazyTensor):  # those are counted by their bucket
+            if not isinstance(value, LazyTensor):  # lazy tensors are counted by their bucket
                 nbytes = value.untyped_storage().nbytes()
                 held[_tier_in_memory(placement), State.OPTIM] += nbytes
             own = bucket_of(placement).orig_dtypes[placement.index]
@@ -61,7 +61,7 @@ def count_memory(
             held[tier, State.OPTIM] += store.nbytes
             average_bytes += store.nbytes
         alone[State.OPTIM] += full_bytes(bucket)
-    used = {Tier.DEVICE} | {tier for tier, _ in held}  # and those where states are meant to rest
+    used = {Tier.DEVICE} | {tier for tier, _ in held}
     for bucket in buckets:
         used |= {bucket.plan.tiers.param, bucket.plan.tiers.optim, bucket.plan.tiers.grad}
     return MemoryReport(
@@ -77,7 +77,7 @@ def count_memory(
 
 
 def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
-    """Bytes held at this moment in parameters, gradients, masters and files, by tier.
+    """Bytes held now in parameters, gradients, master parameters and files, by tier.
 
     Optimizer states in memory belong to the optimizer and are not counted here.
     """
@@ -92,16 +92,16 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
 
 
 def full_bytes(bucket: Bucket) -> int:
-    """Bytes of whole parameters in the dtypes that they are given back in."""
+    """Bytes of the bucket's full parameters in their original dtypes."""
     slots = zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
     return sum(slot.numel * dtype.itemsize for slot, dtype in slots)
 
 
 def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
-    """Bytes in the CPU memory of rank 0 for a checkpoint in the full form, with Adam's states.
+    """Bytes of CPU memory that a full checkpoint with Adam's states takes on rank 0.
 
-    Parameters in the dtypes that they are given back in; states, and masters that are wider, of
-    those that are trained.
+    Counts parameters in their original dtypes, and for trained parameters Adam's states and the
+    master parameters, if these are wider.
     """
     total = 0
     for bucket in buckets:
@@ -116,7 +116,7 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
 
 
 def cpu_param_bytes(bucket: Bucket) -> int:
-    """Bytes of parameters in CPU memory now, which go as the whole comes."""
+    """Bytes of the bucket's parameters in CPU memory now, which are freed when it is unwrapped."""
     held = _allocated_bytes(bucket)
     tiers = {Tier.CPU, Tier.DEVICE} if bucket.device.type == "cpu" else {Tier.CPU}
     return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
@@ -130,25 +130,25 @@ def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
 
 
 def _tier_in_memory(placement: Placement) -> Tier:
-    """Where states of a bucket rest that are not in files."""
+    """Tier of a bucket's optimizer states that are not in files."""
     tier = bucket_of(placement).plan.tiers.optim
     return Tier.CPU if tier is Tier.NVME else tier
 
 
 def _full_numel(placement: Placement, value: Tensor) -> int:
-    """Elements that the whole tensor has of which `value` is this rank's part."""
+    """Number of elements of the full tensor that `value` is a shard of."""
     bucket = bucket_of(placement)
-    is_whole = bucket.replicates_optim or bucket.shards.has_tensor_owners
-    is_slice = not is_whole and (value.dim() == 1 or value.shape == placement.shape)
+    is_full = bucket.replicates_optim or bucket.shards.has_tensor_owners
+    is_slice = not is_full and (value.dim() == 1 or value.shape == placement.shape)
     return placement.shape.numel() if is_slice else value.numel()
 
 
 def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:
-    """An estimate of the bytes of states that other ranks own. Local.
+    """Estimates the bytes of states that other ranks own. Local.
 
-    A parameter of another rank is taken to have what the one of this rank has that is nearest in
-    size among those with equally many dimensions, with its own sizes in the place of that one's;
-    nothing where this rank has none of these.
+    A parameter of another rank counts as the parameter of this rank that has as many dimensions and
+    is nearest in size, with its own sizes substituted in the states' shapes. It counts as 0 if
+    this rank has no such parameter.
     """
     members = set(parameters_of(optimizer))
     return sum(
@@ -162,21 +162,21 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
 
 def _bytes_of_missing(bucket: Bucket, index: int, optimizer: Optimizer) -> int:
     shape, own = bucket.plan.layout.slots[index].shape, bucket.orig_dtypes[index]
-    alike = [known for known in raw_states(optimizer) if len(known.shape) == len(shape)]
-    if not alike:
+    similar = [known for known in raw_states(optimizer) if len(known.shape) == len(shape)]
+    if not similar:
         return 0
-    nearest = min(alike, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
+    nearest = min(similar, key=lambda known: abs(known.shape.numel() - math.prod(shape)))
     nbytes = 0
     for tensor in plain_tensors(raw_states(optimizer)[nearest]):
         sizes = tuple(tensor.shape)
         if len(sizes) == len(shape):
-            alike_sizes = zip(sizes, nearest.shape, shape, strict=True)
-            sizes = tuple(mine if size == like else size for size, like, mine in alike_sizes)
+            triples = zip(sizes, nearest.shape, shape, strict=True)
+            sizes = tuple(mine if size == other else size for size, other, mine in triples)
         nbytes += math.prod(sizes) * _own_itemsize(tensor, own)
     return nbytes
 
 
 def _own_itemsize(state: Tensor, own: torch.dtype) -> int:
-    """Of an element of `state` where the optimizer steps parameters in their `own` dtype."""
+    """Bytes per element of `state` if the optimizer stepped parameters in their `own` dtype."""
     is_masters = state.dim() > 0 and state.is_floating_point() and own.is_floating_point
     return min(own.itemsize, state.itemsize) if is_masters else state.itemsize

@@ -1,6 +1,6 @@
-"""The engine: a module, its optimizers, and who holds which part of their state.
+"""The engine: shards a module, its gradients and its optimizers' states over ranks.
 
-Usable by itself in a hand-written loop:
+It can be used without Lightning, in a hand-written loop:
 
     engine = Engine(module, optimizers=[optimizer], config=ZeroConfig(stage=3))
     loss = module(x)
@@ -70,44 +70,43 @@ __all__ = ["Engine"]
 class Engine:
     """Shards the state of `module` and `optimizers` over all ranks of the default process group.
 
-    Every rank must make it with the same module, optimizers and settings, which are compared, and
-    call its methods in the same order. Parameters keep their identity: the optimizers are kept as
-    they are, and their `step()` may be called directly.
+    Every rank must create it with the same module, optimizers and settings, which are compared, and
+    call its methods in the same order. Parameters keep their identity, and the optimizers stay the
+    same objects: their `step()` may be called directly.
 
     Args:
-        module: On the device where it computes, or on the meta device, to be initialised by its
-            modules' `reset_parameters`. Rank 0's values are taken.
-        optimizers: One or several over parameters of `module`; fresh ones or with state. More can
-            be attached later.
-        config: Stage and sizes; None: stage 3 with defaults.
-        device: Where to compute; parameters move there bucket by bucket, so that the device never
-            holds the whole model in stage 3. None: where they are.
-        timeout: Of collectives, as a `timedelta` or in seconds; None: the backend's.
-        wait_report_s: Seconds of waiting for other ranks after which all tell what they are doing,
-            in the output of rank 0; None: never.
-        heartbeat_timeout_s: Seconds of silence after which a rank is lost, which ends the job on all
-            ranks; None: silence alone ends nothing. Long pauses that hold Python's lock are silent
-            too: at least a minute.
-        watchdog: Tells of the failures of other ranks; None: one of its own.
+        module: Module to shard, on the device where it computes, or on the meta device, where the
+            `reset_parameters` of its modules initialise it. The values of rank 0 are used.
+        optimizers: One optimizer or several over parameters of `module`, with or without state.
+            More can be attached later.
+        config: Stage and sizes. None: stage 3 with defaults.
+        device: Device to compute on. Parameters move there bucket by bucket, so that in stage 3 the
+            device never holds the full model. None: the device of the parameters.
+        timeout: Timeout of collectives, a `timedelta` or seconds. None: the backend's.
+        wait_report_s: Seconds of waiting for other ranks after which rank 0 prints the status of
+            all ranks. None: never.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost, which
+            ends the job on all ranks. None: missing heartbeats alone end nothing. A pause that
+            holds Python's GIL stops the heartbeat, too: use a minute or more.
+        watchdog: Watchdog that reports failures of other ranks. None: a new one.
 
     Attributes:
         plan: Units and buckets.
-        buckets: The buckets at run time, in layout order.
-        schedule: Decides on gathers and reductions.
-        lockstep: For loops in which ranks use the module a different number of times.
-        optimizers: The attached ones, in that order.
-        average_buckets: Of averages of the weights; see `Shadow`.
-        worker: Steps buckets beside the next forward.
-        recorder: Tells what goes on, one window at a time; off at first.
+        buckets: Buckets at run time, in layout order.
+        schedule: Schedule of all-gathers and reductions.
+        lockstep: Support for loops in which ranks use the module a different number of times.
+        optimizers: Attached optimizers, in the order in which they were attached.
+        average_buckets: Buckets of averages of the weights; see `Shadow`.
+        worker: Thread that steps buckets during the next forward.
+        recorder: Recorder of spans and bytes, one window at a time; off at first.
 
     Raises:
-        ValueError: A module without parameters or on several devices; modules on the meta device
-            that cannot initialise themselves; a module that another engine holds; an optimizer over
-            foreign parameters, or one that cannot be sharded; parameters that share memory in
-            part; groups that do not divide the world; ranks with different models, optimizers or
-            settings.
-        TypeError: An optimizer that is none, or a timeout that is none.
-        RuntimeError: Another rank was given something that cannot be used.
+        ValueError: The module has no parameters, is on several devices, is held by another engine,
+            or is on the meta device and cannot initialise itself; an optimizer holds parameters of
+            another module or cannot be sharded; parameters partly share memory; the group size
+            does not divide the number of ranks; or ranks differ in model, optimizers or settings.
+        TypeError: An optimizer or the timeout has the wrong type.
+        RuntimeError: Another rank was given an argument that cannot be used.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class Engine:
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
         )
-        comm, device, examined, checkpointed_modules, warned = _begin_together(
+        comm, device, probed, checkpointed_modules, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm
         )
         for text in warned if comm.rank == 0 else ():
@@ -138,7 +137,7 @@ class Engine:
         self.device = device
         self.comm = comm
         self.recorder = comm.recorder
-        self.plan = _plan_together(module, config, comm, examined)
+        self.plan = _plan_together(module, config, comm, probed)
         self.storage = _open_storage(config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
@@ -161,25 +160,27 @@ class Engine:
                 self.storage,
                 comm,
                 worker=self.worker if config.overlap_step else None,
-                examine=partial(check_and_probe, module=module, config=config, device=device),
+                check_and_probe=partial(
+                    check_and_probe, module=module, config=config, device=device
+                ),
             )
-            for optimizer, found in examined:
+            for optimizer, found in probed:
                 self.optimizers.take(optimizer, found)
         except BaseException as error:
-            comm.abort(error)  # the others may wait for this rank's next broadcast
+            comm.abort(error)  # other ranks may wait for this rank's next broadcast
             self._end_checkpointing()
             self.worker.close()
             self.storage.close()
             raise
 
     def _wrap_parameters(self) -> list[Bucket]:
-        """The buckets of the module, in layout order, with all values there are. Collective."""
+        """Wraps the parameters in buckets, in layout order, with their values. Collective."""
         plans = self.plan.buckets
         queue = GradQueue(self.storage)
         built: dict[int, Bucket] = {}
         for index, filled in materialize(self.module, plans, self.device, self.comm):
             built[index] = self._bucket(plans[index], queue, filled)
-            del filled  # it may be whole, and the next one will be
+            del filled  # it may be unsharded; the next one would need as much memory again
         clear_pending_values(self.module)
         return [built[index] for index in range(len(plans))]
 
@@ -193,7 +194,7 @@ class Engine:
             queue,
             self.worker,
             grad_dtype=self.plan.grad_dtype(plan),
-            unshard_out_of_order=self._make_whole,
+            unshard_out_of_order=self._unshard_out_of_order,
             filled=filled,
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
@@ -201,36 +202,40 @@ class Engine:
             bucket.masters.load(values_reader(awaited))
         return bucket
 
-    def _make_whole(self, bucket: Bucket, name: str) -> None:
-        """Somebody looks at parameter `name` at rest."""
+    def _unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
+        """Unshards `bucket`, whose parameter `name` is used outside of forward and backward."""
         self.schedule.unshard_out_of_order(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer` step this rank's slices from now on. Collective.
+        """Makes `optimizer` step this rank's shards from now on. Collective.
 
         Raises:
-            ValueError: It holds foreign parameters, or cannot be sharded, or needs whole tensors
-                where the engine was made without it and has cut them; or it differs by rank.
+            ValueError: The optimizer holds parameters of another module, cannot be sharded, needs
+                full tensors that the engine has already sharded, or differs between ranks.
         """
         self.optimizers.attach(optimizer)
 
     # ---------------------------------------------------------------- the loop
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """`loss.backward(...)`, with gradients averaged over ranks at its end. Collective."""
+        """Runs `loss.backward(...)` and averages gradients over ranks. Collective."""
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         with self.backward_context(retain_graph=retain_graph):
             loss.backward(*args, **kwargs)
 
     def backward_context(self, *, retain_graph: bool = False) -> AbstractContextManager[None]:
-        """Around a backward that somebody else calls; `retain_graph`: for another backward."""
+        """Context for a backward that the caller runs itself.
+
+        Args:
+            retain_graph: Whether another backward through the same graph follows.
+        """
         if self._syncs:
             self.optimizers.read_ahead()
         return self.schedule.backward_context(reduces=self._syncs, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Around code that uses the module without calling it."""
+        """Context for code that uses the module's parameters without calling the module."""
         try:
             with self.schedule.step_context():
                 yield
@@ -240,10 +245,11 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """For all micro-batches of a step but the last: leaves gradients local where the stage can.
+        """Context for all micro-batches of a step but the last, as in PyTorch.
 
-        Stages 2 and 3 reduce every micro-batch, for they keep no whole gradients: to the mean over
-        the group where `sharding_group_size` divides the ranks, else over all.
+        In stages 0 and 1 gradients stay local. Stages 2 and 3 keep no unsharded gradients and
+        reduce every micro-batch: to the mean over the shard group if `sharding_group_size` is set,
+        else over all ranks.
         """
         syncs, self._syncs = self._syncs, False
         self.schedule.is_accumulating = True
@@ -254,7 +260,10 @@ class Engine:
             self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
-        """Reduces what micro-batches under `no_sync` left local, or in the group. Collective."""
+        """Reduces the gradients that micro-batches under `no_sync` left local. Collective.
+
+        With `sharding_group_size`, averages over shard groups, too.
+        """
         self.schedule.reducer.reduce_local()
 
     def step(self) -> None:
@@ -262,7 +271,11 @@ class Engine:
         self.optimizers.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zeroes the gradients of all parameters; by None, the memory of their shards is freed."""
+        """Zeroes the gradients of all parameters.
+
+        Args:
+            set_to_none: Set gradients to None and free the memory of their shards.
+        """
         for bucket in self.buckets:
             bucket.grads.zero(set_to_none=set_to_none)
             bucket.free_zeroed()
@@ -277,9 +290,9 @@ class Engine:
         """Clips mean gradients to a total norm, as `torch.nn.utils.clip_grad_norm_`. Collective.
 
         Args:
-            max_norm: Largest norm that is left as it is.
+            max_norm: Maximum norm.
             norm_type: p of the p-norm; may be `math.inf`.
-            parameters: Only those; None: all of the module.
+            parameters: Parameters to clip. None: all parameters of the module.
 
         Returns:
             The total norm before clipping, 0-dim.
@@ -304,28 +317,28 @@ class Engine:
         return total_norm(self.buckets, self.comm, order=float(norm_type))
 
     def grad_norms(self, norm_type: float = 2.0) -> dict[str, Tensor]:
-        """Norm of the mean gradients of each bucket, 0-dim, by its name. Collective.
+        """Norm of the mean gradients of each bucket, 0-dim, by bucket name. Collective.
 
         Buckets without a gradient are left out.
         """
         self.finish_reductions()
         return grad_norms(self.buckets, self.comm, order=float(norm_type))
 
-    # ---------------------------------------------------------------- looks from outside
+    # ---------------------------------------------------------------- reports and states
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that this rank holds at this moment, counted from the engine's own buffers."""
+        """Bytes that this rank holds now, counted from the engine's own buffers. Local."""
         self.worker.drain()
         return count_memory(
             self.buckets, self.optimizers, self.storage, self.comm, self.average_buckets
         )
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that `optimizer` would have without sharding, to be saved. Collective.
+        """The state dict that `optimizer` would have without sharding. Collective.
 
         Returns:
-            On rank 0 whole tensors on the CPU, numbered as torch does; an empty dict on others.
-            `optimizer.load_state_dict` takes it, on every rank.
+            On rank 0 full tensors on the CPU, with torch's parameter numbers; on other ranks an
+            empty dict. `optimizer.load_state_dict` accepts it on every rank.
         """
         self.lockstep.barrier("the state of an optimizer")
         return optimizer_state_dict(optimizer, self.buckets, is_recipient=self.comm.rank == 0)
@@ -333,25 +346,25 @@ class Engine:
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self) -> None:
-        """Back to rest after an exception; gradients are dropped. Local."""
+        """Reshards all buckets after an exception and drops gradients. Local."""
         self.worker.drain()
         self.optimizers.reset()
         self.schedule.reset()
 
     def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
-        """After an exception: brings the ranks together again, at rest and with fresh groups.
+        """Forms new process groups after an exception and reshards all buckets. Collective.
 
-        The other ranks learn of the exception, fail too where they wait for others, and come here.
+        Other ranks receive the exception, raise where they wait for this rank, and call this, too.
 
         Args:
-            deadline: How long to wait for them.
-            error: The exception of this rank.
+            deadline: Time to wait for the other ranks.
+            error: Exception of this rank.
 
         Returns:
-            Whether all of them came before the deadline; if not, no collective is possible any
-            more.
+            Whether all ranks called this before the deadline. If not, collectives are no longer
+            possible.
         """
-        self.worker.drain()  # it waits for no rank, and needs the groups that go
+        self.worker.drain()  # it waits for no rank, and uses the groups that are replaced
         self.optimizers.reset()
         self.lockstep.exit_loop()
         if not self.comm.regroup(deadline, error):
@@ -362,7 +375,7 @@ class Engine:
         return True
 
     def _abort(self) -> None:
-        """Gives up after a failed rally: no hooks, no groups; parameters say that they are lost."""
+        """Frees hooks and groups after a failed regroup; using a parameter raises from now on."""
         self._is_closed = True
         self.worker.drain()
         self.optimizers.detach()
@@ -380,20 +393,21 @@ class Engine:
         keep_optimizer_shards: bool = False,
         keep_parameters: bool = True,
     ) -> None:
-        """Gives everything back: whole tensors, no hooks. Collective. Closing twice is harmless.
+        """Unwraps the module: full tensors, no hooks. Collective. Closing twice is harmless.
 
         Args:
-            device: Where parameters and optimizer states are to be; None: where they are.
-            keep_optimizer_shards: Leave each rank its part of the optimizer states, from which
-                `optimizer_state_dict` can still build the whole. Call `comm.close()` when done.
+            device: Device for parameters and optimizer states. None: their current one.
+            keep_optimizer_shards: Leave each rank its shards of the optimizer states, from which
+                `optimizer_state_dict` can still build full states. Call `comm.close()` when done.
                 States on NVMe or a GPU that would fill more than half of the CPU memory, with the
                 module, are dropped instead (`optimizers.check_has_states` then raises).
             keep_parameters: False: parameters and optimizer states have no values afterwards, and
-                a use of them is an error.
+                using them is an error.
 
         Raises:
-            RuntimeError: The last step failed beside the end of training; all is given back then.
-            ValueError: Likewise, data of a wrong shape was put in the place of a parameter's.
+            RuntimeError: The last overlapped step failed. The module is unwrapped before.
+            ValueError: A parameter's data was replaced by data of a wrong shape. The module is
+                unwrapped before.
         """
         if self._is_closed:
             return
@@ -405,7 +419,7 @@ class Engine:
         failure: Exception | None = self.optimizers.find_failure()
         self.optimizers.detach()
         self.optimizers.reset()
-        # Before states are dropped, which the compute stream reads meanwhile.
+        # Before states are dropped, which the compute stream may still read.
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
@@ -431,20 +445,21 @@ def _begin_together(
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
 ) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
-    """Looks at what an engine was given, and opens its groups if all ranks were given the same.
+    """Checks the arguments of an engine and opens its groups if all ranks were given the same.
 
-    Collective: every rank, also where what it was given cannot be used, so that none waits for it.
+    Collective: every rank, also a rank whose arguments cannot be used, so that no rank waits for
+    it.
 
     Returns:
-        The engine's communicator, where to compute, the optimizers with what they look at, the
-        names of modules that run again in backward, and sentences that users should see. All but
-        the device is the same on every rank.
+        The engine's communicator, the device to compute on, the optimizers with their probe
+        results, the names of modules with activation checkpointing, and warnings for the user. All
+        but the device are the same on every rank.
     """
     group_size = config.group_size(local_world_size=local_world_size())
-    examined: list[tuple[Optimizer, ProbeResult]] = []
+    probed: list[tuple[Optimizer, ProbeResult]] = []
     checkpointed_modules: list[str] = []
     warned: list[str] = []
-    facts: dict[str, dict[str, str]] = {}
+    descriptions: dict[str, dict[str, str]] = {}
     failure: Exception | None = None
     try:
         given = as_optimizers(optimizers)
@@ -453,14 +468,18 @@ def _begin_together(
         device = _find_device(module, device)
         check_can_materialize(module)
         look = partial(check_and_probe, module=module, config=config, device=device)
-        examined = [(optimizer, look(optimizer)) for optimizer in given]
+        probed = [(optimizer, look(optimizer)) for optimizer in given]
         checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
-        facts = {"the installed versions": describe_software()} | describe_module(module, config)
+        descriptions = {"the installed versions": describe_software()} | describe_module(
+            module, config
+        )
         names = {parameter: name for name, parameter in parameters_by_name(module).items()}
-        for number, (optimizer, found) in enumerate(examined):
-            facts |= describe_optimizer(number, optimizer, found, names)
-        facts["ZeroConfig"] = describe_config(config)
-        facts["sharding_group_size"] = {"number of ranks": str(group_size)}  # also of "node"
+        for number, (optimizer, found) in enumerate(probed):
+            descriptions |= describe_optimizer(number, optimizer, found, names)
+        descriptions["ZeroConfig"] = describe_config(config)
+        descriptions["sharding_group_size"] = {
+            "number of ranks": str(group_size)
+        }  # also for "node"
     except Exception as error:
         if not has_world():
             raise
@@ -468,10 +487,10 @@ def _begin_together(
     comm = open_comm(
         device or torch.device("cpu"),
         group_size=group_size,
-        compare=partial(compare, fields=facts, failure=failure),
+        compare=partial(compare, fields=descriptions, failure=failure),
     )
     assert device is not None, "else there is a failure, which `compare` has raised"
-    return comm, device, examined, checkpointed_modules, warned
+    return comm, device, probed, checkpointed_modules, warned
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
@@ -492,8 +511,8 @@ def _find_device(module: nn.Module, device: torch.device | None) -> torch.device
     on_meta = devices.pop(torch.device("meta"), None)
     if device is None and not devices:
         raise ValueError(
-            f"parameter {on_meta} is on the meta device, like all others; say where to compute: "
-            "Engine(..., device=...)."
+            f"parameter {on_meta} is on the meta device, like all others; set the device to "
+            "compute on: Engine(..., device=...)."
         )
     if device is None and len(devices) > 1:
         where = ", ".join(f"{name} on {device}" for device, name in devices.items())
@@ -511,12 +530,12 @@ def _plan_together(
     module: nn.Module,
     config: ZeroConfig,
     comm: Communicator,
-    examined: Sequence[tuple[Optimizer, ProbeResult]],
+    probed: Sequence[tuple[Optimizer, ProbeResult]],
 ) -> Plan:
-    """The plan; offload "auto" uses the memory of the rank that has least. Collective."""
+    """Makes the plan; offload "auto" uses the least free memory of any rank. Collective."""
     optimizer_of = {
         parameter: index
-        for index, (optimizer, _) in enumerate(examined)
+        for index, (optimizer, _) in enumerate(probed)
         for parameter in parameters_of(optimizer)
     }
     _check_can_be_held(parameters_by_name(module))
@@ -525,13 +544,13 @@ def _plan_together(
         config,
         world_size=comm.mesh.num_shards,
         optimizer_of=optimizer_of,
-        full_optimizers=[i for i, (_, found) in enumerate(examined) if not found.is_elementwise],
+        full_optimizers=[i for i, (_, found) in enumerate(probed) if not found.is_elementwise],
         budgets=_measure_budgets(config, comm),
     )
 
 
 def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
-    """A ValueError for a parameter that cannot lie in a flat buffer with others."""
+    """Raises a ValueError for a parameter that cannot be part of a flat buffer."""
     for name, parameter in named.items():
         if parameter.layout is not torch.strided:
             kind = f"layout {parameter.layout}"
@@ -540,14 +559,17 @@ def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
         else:
             continue
         raise ValueError(
-            f"parameter {name} has {kind}, which has no place among parameters that are sent, cut "
-            "and stepped in flat buffers; if it is not trained, make it a buffer: "
-            "module.register_buffer(...). Else keep it dense, in at least 16 bits."
+            f"parameter {name} has {kind}, which flat buffers do not support; if it is not "
+            "trained, make it a buffer: module.register_buffer(...). Else keep it dense, in at "
+            "least 16 bits."
         )
 
 
 def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
-    """What "auto" may use where the configuration does not say; the same on every rank."""
+    """Memory that offload "auto" may use where the configuration sets none. Collective.
+
+    The same on every rank.
+    """
     if not any(offload and offload.device == "auto" for offload in config.offloads):
         return Budgets()
     cpu = available_memory_bytes() // (2 * local_world_size())
@@ -556,9 +578,9 @@ def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
 
 
 def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
-    """Where shards rest; an OSError if the disk of any rank has no room for `plan`. Collective."""
+    """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
     param, optimizer = config.offloads
-    with failing_together("make room for its shards", comm.control.gather_objects):
+    with failing_together("allocate its shards", comm.control.gather_objects):
         storage = Storage(
             comm.device,
             rank=comm.rank,

@@ -1,4 +1,4 @@
-"""The optimizers of one engine: examined, attached to its buckets, and given back at the end."""
+"""The optimizers of one engine: probed, attached to its buckets, and unwrapped at the end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = ["AttachedOptimizers", "as_optimizers", "check_and_probe"]
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """What a user gave as optimizers, one or several; a TypeError for anything else."""
+    """Returns the user's optimizer or optimizers as a list; a TypeError for anything else."""
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -45,8 +45,8 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
             )
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(
-                f"{type(optimizer).__name__} has no param_groups, so it cannot be stepped on parts "
-                "of parameters; give the optimizer that it wraps, if it does."
+                f"{type(optimizer).__name__} has no param_groups, so it cannot step shards of "
+                "parameters; if it wraps another optimizer, pass that one."
             )
     return optimizers
 
@@ -54,10 +54,10 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 def check_and_probe(
     optimizer: Optimizer, *, module: nn.Module, config: ZeroConfig, device: torch.device
 ) -> ProbeResult:
-    """Finds out how `optimizer` can step the shards of `module`.
+    """Checks the parameters of `optimizer` and probes how it can step the shards of `module`.
 
     Raises:
-        ValueError: It holds foreign parameters, or cannot be sharded.
+        ValueError: The optimizer holds parameters of another module, or cannot be sharded.
     """
     own = set(module.parameters())
     for parameter in parameters_of(optimizer):
@@ -71,28 +71,28 @@ def check_and_probe(
     if config.assume_elementwise:
         return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
-    as_ever = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
+    unsharded = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
-            found &= probe(optimizer, torch.device("cpu"))  # steps there, too
+            found &= probe(optimizer, torch.device("cpu"))  # it steps there, too
     except CannotShardError:
         if is_sharded:
             raise
-        return as_ever
-    return found if is_sharded or found.is_elementwise else as_ever
+        return unsharded
+    return found if is_sharded or found.is_elementwise else unsharded
 
 
 class AttachedOptimizers(Sequence[Optimizer]):
-    """Those that step this rank's slices, in the order in which they were attached.
+    """Optimizers that step this rank's shards, in the order in which they were attached.
 
     Args:
-        buckets: Of the engine, in layout order.
-        reducer: Knows what a step must wait for, and what is needed first after it.
-        storage: Of the engine, as is the following.
-        comm: Compares optimizers between ranks.
-        worker: Steps beside the next forward; None: nothing does.
-        examine: What an optimizer looks at, and whether it may be attached.
+        buckets: Buckets of the engine, in layout order.
+        reducer: Reducer of the engine, whose reductions a step waits for.
+        storage: Storage of the engine's shards.
+        comm: Communicator that compares optimizers between ranks.
+        worker: Thread that steps buckets during the next forward. None: no step is overlapped.
+        check_and_probe: Function that checks an optimizer and probes it.
     """
 
     def __init__(
@@ -103,16 +103,16 @@ class AttachedOptimizers(Sequence[Optimizer]):
         comm: Communicator,
         *,
         worker: StepWorker | None,
-        examine: Callable[[Optimizer], ProbeResult],
+        check_and_probe: Callable[[Optimizer], ProbeResult],
     ) -> None:
         self._buckets = buckets
         self._reducer = reducer
         self._storage = storage
         self._comm = comm
         self._worker = worker
-        self._examine = examine
+        self._check_and_probe = check_and_probe
         self._steps: list[OptimizerStep] = []
-        self._warned: list[Optimizer] = []  # that their states do not go to files
+        self._warned: list[Optimizer] = []  # whose states stay in memory instead of on NVMe
         self._lacks_states = False
 
     def __len__(self) -> int:
@@ -121,30 +121,30 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __getitem__(self, index: Any) -> Any:
         return [step.optimizer for step in self._steps][index]
 
-    # ---------------------------------------------------------------- the beginning
+    # ---------------------------------------------------------------- attaching
 
     def attach(self, optimizer: Optimizer) -> None:
-        """As `take`, for one that the engine was made without: see `Engine.attach`. Collective."""
+        """Checks, compares and adds an optimizer: see `Engine.attach`. Collective."""
         found: ProbeResult | None = None
-        facts: ComparedFields = {}
+        description: ComparedFields = {}
         failure: Exception | None = None
         try:
-            found = self._examine(optimizer)
+            found = self._check_and_probe(optimizer)
             check_full_tensors(optimizer, found)
             names = {
                 parameter: slot.name
                 for bucket in self._buckets
                 for parameter, slot in zip(bucket.parameters, bucket.plan.layout.slots, strict=True)
             }
-            facts = describe_optimizer(len(self), optimizer, found, names)
+            description = describe_optimizer(len(self), optimizer, found, names)
         except Exception as error:
             failure = error
-        compare(self._comm.control, facts, failure)
+        compare(self._comm.control, description, failure)
         assert found is not None, "else there is a failure, which `compare` has raised"
         self.take(optimizer, found)
 
     def take(self, optimizer: Optimizer, found: ProbeResult) -> None:
-        """Makes `optimizer`, of which `found` is known, step this rank's slices from now on."""
+        """Makes `optimizer`, with probe result `found`, step this rank's shards from now on."""
         kind = found.kind
         is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None
         if not is_overlapped and self._comm.rank == 0:
@@ -162,7 +162,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             OptimizerStep(
                 optimizer,
                 found,
-                probe=self._examine,
+                probe=self._check_and_probe,
                 reducer=self._reducer,
                 storage=self._storage,
                 worker=self._worker,
@@ -170,41 +170,41 @@ class AttachedOptimizers(Sequence[Optimizer]):
         )
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
-        is_whole = bucket.plan.layout.has_tensor_owners
-        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not is_whole
+        has_tensor_owners = bucket.plan.layout.has_tensor_owners
+        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not has_tensor_owners
         if bucket.shards.keeps_states_in_files or self._comm.rank or optimizer in self._warned:
             return
         self._warned.append(optimizer)
         reason = "can only step all parameters in one call"
-        if is_whole and kind is StepKind.BY_BUCKET:
-            reason = "steps whole tensors"
+        if has_tensor_owners and kind is StepKind.BY_BUCKET:
+            reason = "steps full tensors"
         warnings.warn(
-            f"{type(optimizer).__name__} {reason}: its states stay in CPU memory, not on NVMe, and "
-            "masters are read for each step at once.",
+            f"{type(optimizer).__name__} {reason}: its states stay in CPU memory instead of on "
+            "NVMe, and each step reads all master parameters at once.",
             stacklevel=2,
         )
 
     # ---------------------------------------------------------------- a step
 
     def read_ahead(self) -> None:
-        """Before the last backward of a step: begins to read states that rest in files."""
+        """Begins to read states from NVMe, before the last backward of a step."""
         if len(self._steps) == 1:
             self._steps[0].read_ahead()
 
     def step(self) -> None:
-        """Steps all of them. Collective."""
+        """Steps all optimizers. Collective."""
         for optimizer in self:
             optimizer.step()
 
     def reset(self) -> None:
-        """After an exception, which may have come in the middle of a step."""
+        """Ends a step that an exception may have interrupted."""
         for step in self._steps:
             step.reset()
 
-    # ---------------------------------------------------------------- the end
+    # ---------------------------------------------------------------- closing
 
     def find_failure(self) -> RuntimeError | None:
-        """Why a step that nobody has waited for yet has failed. The worker must be drained."""
+        """Returns the error of an overlapped step, if one failed. The worker must be drained."""
         failure: RuntimeError | None = None
         for bucket in self._buckets:
             try:
@@ -214,17 +214,17 @@ class AttachedOptimizers(Sequence[Optimizer]):
         return failure
 
     def detach(self) -> None:
-        """The optimizers step by themselves again."""
+        """Restores the optimizers' own `step`."""
         for step in self._steps:
             step.detach()
 
     def unwrap(self, device: torch.device | None, *, keep_shards: bool) -> None:
-        """Leaves the optimizers states on `device`. Collective.
+        """Leaves the optimizers their states on `device`. Collective.
 
         Args:
-            device: Where they are to be; None: they are dropped.
-            keep_shards: This rank's part only. What would fill more than half of the memory,
-                with the whole module, is dropped instead.
+            device: Device for the states. None: drops them.
+            keep_shards: Keep this rank's shards only. States that would fill more than half of the
+                CPU memory, with the full module, are dropped instead.
         """
         self._lacks_states = device is None or (keep_shards and not self._fit_in_memory(device))
         for optimizer in self:
@@ -240,7 +240,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def _fit_in_memory(self, device: torch.device) -> bool:
         """Whether states on NVMe and on a GPU fill at most half of the CPU memory. Collective.
 
-        With the whole module, which comes to `device` next.
+        Counts the full module, too, which is unwrapped on `device` next.
         """
         nbytes = sum(
             store.nbytes
@@ -252,18 +252,19 @@ class AttachedOptimizers(Sequence[Optimizer]):
         nbytes += sum(t.untyped_storage().nbytes() for t in on_gpu)
         if nbytes and device.type == "cpu":
             nbytes += sum(full_bytes(bucket) - cpu_param_bytes(bucket) for bucket in self._buckets)
-        room = available_memory_bytes() // (2 * local_world_size())
-        return bool(self._comm.control.min_ints([room - nbytes])[0] >= 0)
+        budget = available_memory_bytes() // (2 * local_world_size())
+        return bool(self._comm.control.min_ints([budget - nbytes])[0] >= 0)
 
     def check_has_states(self) -> None:
-        """After `unwrap`: a RuntimeError if states were too large to keep."""
+        """Raises a RuntimeError after `unwrap` if states were too large to keep."""
         if self._lacks_states:
             raise RuntimeError(
-                "the optimizer states rested on NVMe or a GPU, were too large for CPU memory "
-                "beside the module, and were dropped when training ended; save a checkpoint before "
-                "fit returns, as ModelCheckpoint does, or save the weights only."
+                "the optimizer states were dropped when training ended: they were stored on NVMe "
+                "or a GPU and did not fit into CPU memory beside the module; save a checkpoint "
+                "before fit returns, as ModelCheckpoint does, or save the weights only."
             )
 
 
 def _read_to(device: torch.device, value: Tensor) -> Tensor:
-    return (value.read() if isinstance(value, LazyTensor) else value).to(device)  # its file goes
+    tensor = value.read() if isinstance(value, LazyTensor) else value  # reading deletes the file
+    return tensor.to(device)

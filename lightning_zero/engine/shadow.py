@@ -1,10 +1,10 @@
-"""A copy of the trained module that rests as shards: an average of its weights, say.
+"""A sharded copy of the trained module, such as an average of its weights.
 
-[Note: Shadows] Each bucket of the module has one beside it for the copy: of the same layout, in the
-dtype and where the master is, and at rest as what this rank steps. That costs what one more
-optimizer state costs, 1/N where those are shards. Nothing but `gathered` makes it whole. Inside
-`shard_views` the parameters of both modules are plain tensors of the same elements, 1-D and in full
-precision, so that averaging, swapping and copying are what they are without sharding.
+[Note: Shadows] For each bucket of the module there is one for the copy. It has the same layout, the
+dtype and tier of the master parameters, and holds the elements that this rank steps. That costs as
+much memory as one more optimizer state: 1/N if those are sharded. Only `gathered` unshards the
+copy. Inside `shard_views` the parameters of both modules are plain tensors of the same elements,
+1-D and in full precision, so that averaging, swapping and copying work as without sharding.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["Shadow", "is_copy"]
 
 
 class Shadow:
-    """A copy of the module of an engine whose parameters rest as shards. See [Note: Shadows].
+    """A copy of an engine's module with sharded parameters. See [Note: Shadows].
 
-    Collective: every rank makes it.
+    Collective: every rank creates it.
 
     Args:
-        engine: Holds the module.
-        module: The copy: parameters of the same names and shapes, whole; rank 0's values count.
-        device: Where the shards rest; None: where the masters are stepped.
+        engine: Engine that holds the trained module.
+        module: The copy: full parameters of the same names and shapes. Rank 0's values are used.
+        device: Device of the shards. None: the device where master parameters are stepped.
     """
 
     def __init__(
@@ -45,27 +45,27 @@ class Shadow:
     ) -> None:
         if not is_copy(module, engine.module):
             raise ValueError(
-                f"{type(module).__name__} is no copy of the trained {type(engine.module).__name__}:"
-                " its parameters have other names or shapes."
+                f"{type(module).__name__} is not a copy of the trained "
+                f"{type(engine.module).__name__}: its parameters have other names or shapes."
             )
         self.module = module
         self._engine = engine
         named = parameters_by_name(module)
         queue = GradQueue(engine.storage)
         for parameter in named.values():
-            parameter.grad = None  # of an earlier fit, perhaps, and whole
+            parameter.grad = None  # a full gradient of an earlier fit, perhaps
         with torch.no_grad():
-            self.buckets = [self._beside(b, named, device, queue) for b in engine.buckets]
+            self.buckets = [self._copy_of(b, named, device, queue) for b in engine.buckets]
         engine.average_buckets += self.buckets
 
-    def _beside(
+    def _copy_of(
         self,
         bucket: Bucket,
         named: Mapping[str, nn.Parameter],
         device: torch.device | None,
         queue: GradQueue,
     ) -> Bucket:
-        """The copy's bucket for one of the module. Collective."""
+        """Bucket of the copy for one bucket of the module. Collective."""
         plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
         copy = _ShadowBucket(
             dataclasses.replace(
@@ -80,32 +80,37 @@ class Shadow:
             queue,
             self._engine.worker,
             grad_dtype=dtype,
-            unshard_out_of_order=_refuse,
+            unshard_out_of_order=_raise_sharded,
         )
         copy.lockstep = self._engine.lockstep
         return copy
 
     @contextmanager
     def shard_views(self, *, write_back: bool) -> Iterator[None]:
-        """The parameters of both modules are this rank's elements. Collective where it `write_back`.
+        """Parameters of both modules are views of this rank's shard. Collective to write back.
 
-        To those of the trained module: narrower parameters, and whole ones on all ranks, follow.
+        Args:
+            write_back: Store the values of the trained module's views in its parameters, also in
+                16-bit ones and, where these are replicated, on all ranks.
         """
-        with self.own_views(), _installed_views(self._engine.buckets) as shown:
+        with self.own_views(), _installed_views(self._engine.buckets) as installed:
             yield
         if write_back:
-            for masters, values in shown:
+            for masters, values in installed:
                 masters.store(values)
-            self._engine.schedule.shared.share_again()  # each rank has averaged its own
+            self._engine.schedule.shared.share_again()  # each rank has averaged its own shard
 
     @contextmanager
     def own_views(self) -> Iterator[None]:
-        """The shadow's parameters are this rank's elements; moved, they come back. Local."""
+        """The shadow's parameters are views of this rank's shard. Local.
+
+        Inside, `module.to(...)` may move them; afterwards the shard is on its own device again.
+        """
         with _installed_views(self.buckets):
             yield
 
     def unwrap(self, device: torch.device | None) -> None:
-        """Makes the parameters whole, on `device`; None: leaves them out. Collective."""
+        """Unshards the parameters on `device`. None: leaves them without values. Collective."""
         for bucket in self.buckets:
             self._engine.average_buckets.remove(bucket)
             bucket.unwrap(device)
@@ -113,33 +118,34 @@ class Shadow:
 
 @contextmanager
 def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, Tensor]]]:
-    """Yields masters with what their parameters show."""
-    with ExitStack() as hiding:
-        shown = []
+    """Installs views of this rank's shard as parameters; yields (masters, values) per bucket."""
+    with ExitStack() as uninstalling:
+        installed = []
         for bucket in buckets:
-            shown.append((bucket.masters, bucket.masters.install_own_views()))
-            hiding.callback(bucket.masters.uninstall_views)
-        yield shown
+            installed.append((bucket.masters, bucket.masters.install_own_views()))
+            uninstalling.callback(bucket.masters.uninstall_views)
+        yield installed
 
 
 class _ShadowBucket(Bucket):
-    """Where optimizer states are whole, every rank has all elements: it sends only its share."""
+    """Bucket of the copy. Where optimizer states are replicated, a rank sends only its shard."""
 
-    def all_gather_into(self, whole: Tensor, source: Source | None = None) -> Pending:
+    def all_gather_into(self, out: Tensor, source: Source | None = None) -> Pending:
         if isinstance(source, Tensor) and self.replicates_optim:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
-        return super().all_gather_into(whole, source)
+        return super().all_gather_into(out, source)
 
 
 def _tier(bucket: Bucket, device: torch.device | None) -> Tier:
-    """Where shards on `device` rest; None, or where all memory is the CPU's: beside the master."""
+    """Tier of shards on `device`. None, or a CPU accelerator: the tier of the master parameters."""
     if device is None or bucket.device.type == "cpu":
         return Tier.DEVICE if bucket.plan.tiers.optim is Tier.DEVICE else Tier.CPU
     return Tier.CPU if device.type == "cpu" else Tier.DEVICE
 
 
 def is_copy(module: nn.Module, trained: nn.Module) -> bool:
+    """Whether parameters of both modules have the same names and shapes."""
 
     def shapes(of: nn.Module) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in parameters_by_name(of).items()}
@@ -147,9 +153,9 @@ def is_copy(module: nn.Module, trained: nn.Module) -> bool:
     return shapes(module) == shapes(trained)
 
 
-def _refuse(bucket: Bucket, name: str) -> NoReturn:
+def _raise_sharded(bucket: Bucket, name: str) -> NoReturn:
     raise RuntimeError(
-        f"parameter {name} of the averaged model rests as a shard; use "
-        "`with lightning_zero.gathered(averaged_model)` on every rank to see it whole, and a "
+        f"parameter {name} of the averaged model is sharded; use "
+        "`with lightning_zero.gathered(averaged_model)` on every rank to read its values, and a "
         "checkpoint for its state dict."
     )

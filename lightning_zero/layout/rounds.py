@@ -56,12 +56,12 @@ class ControlPlane(Protocol):
         """Reserves `num_bytes` for the mask of every later round."""
 
     def run_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck | None = None
     ) -> RoundResult:
         """Runs one round."""
 
     def begin_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck
     ) -> Future[RoundResult]:
         """Begins one round and returns at once."""
 

@@ -126,12 +126,12 @@ class _Alone:
         pass
 
     def run_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck | None = None
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck | None = None
     ) -> RoundResult:
         return RoundResult(list(numbers), mask)
 
     def begin_round(
-        self, numbers: Sequence[int], mask: bytes, judge: RoundCheck
+        self, numbers: Sequence[int], mask: bytes, check: RoundCheck
     ) -> Future[RoundResult]:
         future: Future[RoundResult] = Future()
         future.set_result(self.run_round(numbers, mask))

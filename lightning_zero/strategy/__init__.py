@@ -1,22 +1,23 @@
-"""The Lightning side: the strategies, and how ranks start and end.
+"""The Lightning side: the strategies, and the start and end of ranks.
 
-Imports the engine, checkpoint, planner and deepspeed; from here on lightning and Hydra are known.
+Imports the engine, checkpoint, planner and deepspeed. Only this package and later ones import
+lightning and Hydra.
 
-    strategy          `ZeroStrategy`: what a user gives the Trainer; states saved and loaded
-    settings, schema  its arguments, checked, or chosen by the planner; the same for Hydra. What is
-                      wrong is refused before any process group, here and by constructors; what
-                      does not fit into memory, in set-up
-    engine_strategy   engines over a run: set-up, closures, gradients, failure, teardown, and what
-                      is left after a fit
-    saving            checkpoints on their way to the disk and back, whole and sharded
-    processes, children, hydra, hydra_jobs  who the ranks are, and how they start
-    slurm             a job's layout, and its requeueing
+    strategy          `ZeroStrategy`, which a user gives the Trainer; saving and loading of states
+    settings, schema  its arguments, checked, or chosen by the planner; their schema for Hydra.
+                      Wrong settings are errors before any process group; a model that does not fit
+                      into memory is an error in set-up
+    engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
+                      module after a fit
+    saving            saving and loading of checkpoints, full and sharded
+    processes, children, hydra, hydra_jobs  identity and start of ranks
+    slurm             check of a job's layout, and requeueing
     resume            the checkpoint from which a run resumes
-    loops             what all ranks agree on between two batches, and evaluation with another
+    loops             the check of all ranks between two batches, and evaluation with a different
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes
-    averages          Lightning's averages of weights, over `engine.shadow`
-    patches           methods of Lightning's objects, replaced for a time
+    averages          Lightning's averages of weights, with `engine.shadow`
+    patches           temporary patches of methods of Lightning's objects
 
 Begin with `strategy`, then `engine_strategy`.
 """

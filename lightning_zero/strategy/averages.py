@@ -1,9 +1,9 @@
-"""Lightning's callbacks that average weights, with averages that rest as shards.
+"""Lightning's callbacks for weight averaging, with sharded averages.
 
-`WeightAveraging` (and `EMAWeightAveraging`) and `StochasticWeightAveraging` copy the whole module
-in their `setup`, before the strategy's. From the strategy's set-up to its teardown that copy is a
-`Shadow`, and the few methods of the callbacks that look at its values or at the module's run while
-both show this rank's elements. The callbacks stay what they are.
+`WeightAveraging` (and `EMAWeightAveraging`) and `StochasticWeightAveraging` copy the full module in
+their `setup`, before the strategy's. From the strategy's set-up to its teardown that copy is a
+`Shadow`. The few methods of the callbacks that read its values or the module's run while parameters
+of both are views of this rank's shard. The callbacks themselves are unchanged.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ _MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], None]
 
 
 class Averages:
-    """The averaged modules of a Trainer's callbacks, as shards until `unwrap`.
+    """Averaged modules of a Trainer's callbacks, sharded until `unwrap`.
+
+    Collective: every rank creates it.
 
     Args:
-        engine: Holds the trained module.
-        callbacks: All of the Trainer's, after their own `setup`. Collective: every rank.
-        state_dict: Given an averaged module and what its parameters are called among all that is
-            saved at once, tells its entries for a checkpoint.
+        engine: Engine that holds the trained module.
+        callbacks: All callbacks of the Trainer, after their own `setup`.
+        state_dict: Function that returns the checkpoint entries of an averaged module. Its second
+            argument names the module's parameters among all entries of a checkpoint.
     """
 
     def __init__(
@@ -64,22 +66,22 @@ class Averages:
         return len(self._shadows)
 
     def unwrap(self, device: torch.device | None) -> None:
-        """Leaves the callbacks whole averages on `device`; None: without values. Collective."""
+        """Leaves the callbacks full averages on `device`; None: without values. Collective."""
         for shadow in self._shadows:
             shadow.unwrap(device)
         self.restore_methods()
 
     def restore_methods(self) -> None:
-        """Leaves the callbacks what there is: averages are lost where ranks are. Local."""
+        """Restores the callbacks' methods; averages stay sharded. Local."""
         self._shadows = []
         self._patches.undo()
 
-    # ---------------------------------------------------------------- which methods
+    # ---------------------------------------------------------------- patched methods
 
     def _wrap_weight_averaging(self, callback: WeightAveraging) -> None:
         average = callback._average_model
         if average is None or not is_copy(average.module, self._engine.module):
-            return  # it averages in fit only, and may have been in another fit before
+            return  # it averages in fit only, and its copy may be of another module
         if not self._can_shard(callback, average.avg_fn, average.multi_avg_fn):
             return
         device = None if callback._device is None else next(average.module.parameters()).device
@@ -108,17 +110,17 @@ class Averages:
         if _is_elementwise(avg_fn, multi_avg_fn):
             return True
         if not self._engine.config.states.has_shard(State.OPTIM):
-            return False  # whole tensors are averaged as ever
+            return False  # full tensors are averaged without a shadow
         raise ValueError(
-            f"the averaging function of {type(callback).__name__} does not treat every element by "
-            "itself, so it cannot average shards; use an elementwise one, or "
-            "ZeroStrategy(stage=0), where nothing is sharded."
+            f"the averaging function of {type(callback).__name__} is not elementwise, so it cannot "
+            "average shards; use an elementwise one, or ZeroStrategy(stage=0), where nothing is "
+            "sharded."
         )
 
     def _wrap_average(
         self, average: nn.Module, copy: nn.Module, device: torch.device | None
     ) -> Shadow:
-        """Makes a shadow of `copy`, which `average` is or holds."""
+        """Creates a shadow of `copy`, which is `average` or its submodule."""
         _check_copy(copy)
         shadow = Shadow(self._engine, copy, device=device)
         kind = f"average {len(self._shadows)} of parameter"
@@ -131,9 +133,9 @@ class Averages:
 
 
 def check_restorable(checkpoint: Mapping[str, Any]) -> None:
-    """Refuses to restore averages into parameters that have no memory yet.
+    """Raises if averages would be restored into parameters on the meta device.
 
-    The callbacks load them by themselves, before the strategy's set-up, which is lost there.
+    The callbacks load them before the strategy's set-up, so that the values would be lost.
     """
     states = checkpoint.get("callbacks", {}).values()
     is_stochastic = any(isinstance(s, Mapping) and s.get("average_model_state") for s in states)
@@ -146,7 +148,7 @@ def check_restorable(checkpoint: Mapping[str, Any]) -> None:
 
 
 def _unless_nested(module: nn.Module, name: str, function: Callable[..., Any]) -> Any:
-    """`function(module)` in place of a method that it calls in turn."""
+    """A method that calls `function(module)`, and the original method if called from inside."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         own = vars(module).pop(name)
@@ -159,7 +161,7 @@ def _unless_nested(module: nn.Module, name: str, function: Callable[..., Any]) -
 
 
 def _loader(module: nn.Module) -> Any:
-    """`module.load_state_dict`, of which each rank takes its own elements."""
+    """A `load_state_dict` that loads this rank's shard."""
 
     def load(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         return load_module(module, state_dict, strict=strict)
@@ -169,7 +171,7 @@ def _loader(module: nn.Module) -> Any:
 
 @contextmanager
 def _loading_shards(module: nn.Module) -> Iterator[None]:
-    """`module.load_state_dict` works after set-up: the learning rate finder restores by it."""
+    """Makes `module.load_state_dict` work after set-up, for the learning rate finder."""
     patches = Patches()
     patches.put(module, "load_state_dict", _loader(module))
     try:
@@ -179,25 +181,24 @@ def _loading_shards(module: nn.Module) -> Iterator[None]:
 
 
 def _check_copy(copy: nn.Module) -> None:
-    """Raises where the copy that the callback has made cannot be averaged or saved."""
+    """Raises if the callback's copy cannot be averaged or saved."""
     for name, tensor in [*copy.named_parameters(), *copy.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(
-                f"{name} was on the meta device when its average was set up, so there is nothing "
-                "to average into; build the module with values, or leave the averaging callback "
-                "out."
+                f"{name} was on the meta device when its average was set up, so the average has no "
+                "values; build the module with values, or leave out the averaging callback."
             )
         if "_orig_mod." in name:
             raise ValueError(
-                f"{name} is of a submodule that torch.compile(...) has wrapped, whose average "
+                f"{name} belongs to a submodule that torch.compile(...) has wrapped, whose average "
                 "could not be loaded again; compile it in place with `.compile()`."
             )
 
 
 def _is_elementwise(avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None) -> bool:
-    """Whether the average of two toy tensors is that of their parts."""
+    """Whether averaging two small tensors equals averaging their parts."""
     if avg_fn is None and multi_avg_fn is None:
-        return True  # torch's own
+        return True  # torch's default
     generator = torch.Generator().manual_seed(0)
     average, current = torch.randn(2, 4, 6, generator=generator)
 
@@ -210,6 +211,6 @@ def _is_elementwise(avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None) -> 
         return avg_fn(one, other.clone(), number)
 
     with torch.no_grad():
-        whole = averaged(average, current).reshape(-1)
+        full = averaged(average, current).reshape(-1)
         parts = zip(average.view(-1).split(11), current.view(-1).split(11), strict=True)
-        return torch.allclose(whole, torch.cat([averaged(one, other) for one, other in parts]))
+        return torch.allclose(full, torch.cat([averaged(one, other) for one, other in parts]))

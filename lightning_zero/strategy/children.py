@@ -1,4 +1,4 @@
-"""The ranks that this process has started, from their start to the end of their job."""
+"""Ranks that this process has started, from their start to the end of their job."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _VARIABLES = (
 
 @dataclass(frozen=True)
 class ProcessSnapshot:
-    """What a launch changes in the process that becomes rank 0, as it was.
+    """State of the process that becomes rank 0, before the launch changes it.
 
-    The process group and the variables would make the next job of this process believe that its
-    ranks are already there, and the threads are those of its share of the processors.
+    With the process group and the environment variables left in place, the next job of this process
+    would take its ranks for started. The number of threads is reduced to a rank's share.
     """
 
     environment: dict[str, str]
     num_threads: int
-    excepthook: Callable[..., Any]  # around it a process group puts one that says the rank
+    excepthook: Callable[..., Any]  # a process group wraps it to print the rank
 
     @classmethod
     def take(cls) -> ProcessSnapshot:
         return cls(dict(os.environ), torch.get_num_threads(), sys.excepthook)
 
     def restore(self) -> None:
-        """Leaves no trace of the launch. The ranks must have ended, or need this one no more."""
+        """Restores the state before the launch. No other rank may need this process any more."""
         leave_world()
         if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
             sys.excepthook = self.excepthook
@@ -59,69 +59,73 @@ class ProcessSnapshot:
 
 
 _POLL_S = 0.2
-_GRACE_S = 8.0  # from a rank's failure until those that still wait for it are killed
-_GRACE_OF_SUCCESS_S = 60.0  # longer: it may have ended because this process needs it no more
+_GRACE_S = 8.0  # from a rank's failure until ranks that still wait for it are killed
+_GRACE_AFTER_SUCCESS_S = 60.0  # longer: this process may not need the rank any more
 _END_S = 90.0  # longer than ranks wait for each other after an exception
 
 
 class Children(threading.Thread):
-    """Watches the other ranks of this node, as rank 0 of it; no thread runs where there are none.
+    """Thread on rank 0 of a node that watches the node's other ranks. Not started without any.
 
-    It is the record of the launch (`current` finds it), so that a second Trainer of the same job
-    knows of the ranks that the first one has started, and the next job of a sweep can end them.
+    It is also the record of the launch (see `current`). A second Trainer of the same job finds
+    there the ranks that the first one has started, and the next job of a sweep can end them.
 
-    `first_rank` is that of the first child, `before` this process before the launch.
+    Args:
+        job: Hydra job of the launch; see `current_job`.
+        first_rank: Rank of the first child.
+        before: State of this process before the launch.
     """
 
-    _launched: ClassVar[tuple[int, Children] | None] = None  # by the process of this number
+    _launched: ClassVar[tuple[int, Children] | None] = None  # with the id of the process
 
     def __init__(self, job: str | None, *, first_rank: int, before: ProcessSnapshot) -> None:
         super().__init__(daemon=True, name="lightning-zero-children")
-        self.job = job  # see `current_job`
+        self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = first_rank
         self._before = before
         self._is_over = threading.Event()
-        self._is_needed = threading.Event()  # this process waits for what the children do
-        self._has_failed = False  # this process; it may be too early for them to know
+        self._is_needed = threading.Event()  # this process may wait for the children
+        self._has_failed = False  # this process has failed; the children may not have noticed
 
     @classmethod
     def current(cls) -> Children | None:
         """The ranks that this process has started; None before, and in the children."""
         pid, children = cls._launched or (None, None)
-        return children if pid == os.getpid() else None  # a fork is none of them
+        return children if pid == os.getpid() else None  # a forked process has no children
 
     def start(self) -> None:
-        """Begins to watch, if there is any other rank."""
+        """Starts to watch, if there is another rank."""
         Children._launched = os.getpid(), self
         if self.processes:
             atexit.register(self._wait_for_children)
             super().start()
 
     def _wait_for_children(self) -> None:
-        """The job has ended when all its ranks have: the shell gets its prompt then."""
+        """Waits for the children at exit: the command ends only after all ranks have ended."""
         if self._is_over.is_set() or self._has_failed:
             return
-        if running := self._wait(_GRACE_S):
-            _report(f"rank 0 has come to its end, and waits: {self._names(running)}.")
+        running = self._wait(_GRACE_S)
+        if running:
+            _report(f"rank 0 finished; waiting for other ranks: {self._describe(running)}.")
         for process in self.processes:
             process.wait()
         failed = [process for process in self.processes if process.returncode]
         if failed:
-            _report(f"{self._names(failed)}, after rank 0 had come to its end.")
+            _report(f"{self._describe(failed)} after rank 0 had finished.")
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """While this process may wait for the children, it must not outlive one that is gone."""
+        """Context in which this process may wait for the children and is killed if one is gone."""
         self._is_needed.set()
         self._has_failed = False
         atexit.unregister(self._kill_rest)  # an exception before this was caught
         try:
             yield
-        except _TunerExitException:  # how a tuner ends its trial
+        except _TunerExitException:  # a tuner ends its run by this exception
             raise
         except BaseException:
-            # They wait for this process where nothing tells them that it has failed.
+            # Children may wait for this process without noticing that it has failed.
             self._has_failed = True
             atexit.register(self._kill_rest)
             raise
@@ -129,7 +133,7 @@ class Children(threading.Thread):
             self._is_needed.clear()
 
     def run(self) -> None:
-        """Kills all ranks, this process too, some time after one has gone that is needed."""
+        """Kills all ranks, this process too, some time after a needed rank has ended."""
         gone_at = None
         while not self._is_over.wait(_POLL_S):
             gone = [p for p in self.processes if p.poll() is not None]
@@ -139,22 +143,23 @@ class Children(threading.Thread):
             if gone_at is None:
                 gone_at = time.monotonic()
                 if any(p.returncode for p in gone):
-                    _report(f"{self._names(gone)}, while rank 0 still needs it.")
-            grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_OF_SUCCESS_S
+                    _report(f"{self._describe(gone)} while rank 0 still needs it.")
+            grace_s = _GRACE_S if any(p.returncode for p in gone) else _GRACE_AFTER_SUCCESS_S
             if time.monotonic() - gone_at > grace_s:
                 _report(
-                    f"{self._names(gone)}, and rank 0 has waited for it in vain for {grace_s:g} s: "
-                    "all ranks of this node are killed. Every rank must run the same script to "
-                    "its end."
+                    f"{self._describe(gone)}, and rank 0 has waited for it for {grace_s:g} s: all "
+                    "ranks of this node are killed. Every rank must run the same script to its "
+                    "end."
                 )
                 for process in self.processes:
                     process.kill()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def end(self, *, has_failed: bool = False) -> None:
-        """Ends the job: waits for the children, then leaves no trace of the launch.
+        """Ends the job: waits for the children, then restores this process.
 
-        `has_failed`: the job has, on this rank; the others may wait for it in vain.
+        `has_failed`: the job has failed on this rank. Children that still wait for it are killed
+        sooner.
         """
         self._has_failed |= has_failed
         self._kill_rest(_GRACE_S if self._has_failed else _END_S)
@@ -166,43 +171,44 @@ class Children(threading.Thread):
         atexit.unregister(self._kill_rest)
 
     def _kill_rest(self, timeout_s: float = _GRACE_S) -> None:
-        """Waits for the children to exit, and ends those that do not."""
+        """Waits for the children to exit, and kills those that do not."""
         running = self._wait(timeout_s)
         if running:
             what = "failed" if self._has_failed else "finished"
             _report(
-                f"{self._names(running)} {timeout_s:g} s after rank 0 had {what}, and is killed."
+                f"{self._describe(running)} {timeout_s:g} s after rank 0 had {what}, and is killed."
             )
         for process in running:
             process.kill()
             process.wait()
 
     def _wait(self, timeout_s: float) -> list[subprocess.Popen[bytes]]:
-        """Those of the children that have not exited by then."""
+        """Waits for the children; returns those that have not exited after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
         return [process for process in self.processes if process.returncode is None]
 
-    def _names(self, processes: Sequence[subprocess.Popen[bytes]]) -> str:
+    def _describe(self, processes: Sequence[subprocess.Popen[bytes]]) -> str:
         texts = []
         for rank, process in enumerate(self.processes, self._first_rank):
             if process in processes:
                 code = process.returncode
-                texts.append(f"rank {rank} {'still ran' if code is None else describe_exit(code)}")
+                status = "is still running" if code is None else describe_exit(code)
+                texts.append(f"rank {rank} {status}")
         return ", ".join(texts)
 
 
 def release_children() -> None:
-    """The ranks that this process has started may end now: it waits for them no more."""
+    """Declares that this process does not wait for its children any more: they may end."""
     children = Children.current()
     if children is not None:
         children._is_needed.clear()
 
 
 def how_child_ended(pid: int) -> str | None:
-    """How a rank has ended that this process has started; None where nothing is known of it."""
+    """Describes the exit of a rank that this process has started; None if it is not known."""
     children = Children.current()
     for process in children.processes if children is not None else ():
         if process.pid == pid and process.poll() is not None:
@@ -211,5 +217,5 @@ def how_child_ended(pid: int) -> str | None:
 
 
 def _report(text: str) -> None:
-    """At once: this process may be killed next."""
+    """Prints `text` unbuffered: this process may be killed next."""
     print(f"lightning_zero: {text}", file=sys.stderr, flush=True)

@@ -1,15 +1,15 @@
-"""A strategy whose module an engine holds from the set-up of a run to its teardown.
+"""A strategy whose module is held by an engine from the set-up of a run to its teardown.
 
-Lightning owns the loop, the optimizers and the precision; the strategy opens and closes the
-engine's steps around `training_step` and backward, and keeps ranks from waiting for one that has
+Lightning owns the loop, the optimizers and the precision. The strategy opens and closes the
+engine's steps around `training_step` and backward, and keeps ranks from waiting for a rank that has
 failed or has fewer batches.
 
-[Note: A run]
-    before      parameters that are in parts since `configure_model` has made them, and masters
-                of a checkpoint that was opened
-    meanwhile   the engine, and the averages of callbacks
-    after       the closed engine with its optimizers' shards, and masters on rank 0: from them
-                a late save can still build whole states
+[Note: A run] State that the strategy holds:
+    before the engine   parameters that `configure_model` has built as shards, and the master
+                        parameters of a checkpoint that was opened
+    during a run        the engine, and the averages of callbacks
+    after a run         the closed engine with its optimizers' shards, and the master parameters on
+                        rank 0: a late save can still build full states from them
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ _GIB = 2**30
 
 
 class EngineStrategy(ProcessStrategy):
-    """Begins and ends an engine with each run, and forwards to it what Lightning asks for.
+    """Creates and closes an engine with each run, and forwards Lightning's calls to it.
 
     Arguments are those of `ZeroStrategy`, and the engine's settings.
     """
@@ -97,15 +97,15 @@ class EngineStrategy(ProcessStrategy):
         self._engine: Engine | None = None
         self._averages: Averages | None = None
         self._closed: Engine | None = None
-        self._last_masters: dict[str, Tensor] = {}  # by name, of a 16-bit module; on rank 0
-        self._watched_by: Watchdog | None = None  # the run that has been set up last
-        self._has_regrouped: bool | None = None  # after an exception: all ranks came together again
-        self._keeps_full_module: bool | None = None  # once that is decided for this run
+        self._last_masters: dict[str, Tensor] = {}  # by name, for a 16-bit module; on rank 0
+        self._watched_by: Watchdog | None = None  # watchdog of the last run that was set up
+        self._has_regrouped: bool | None = None  # None: no exception in this run
+        self._keeps_full_module: bool | None = None  # None: not decided yet for this run
         super().__init__(**of_processes)
 
     @property
     def config(self) -> ZeroConfig:
-        """The engine's settings; where the stage is "auto", those chosen once a run has begun."""
+        """The engine's settings. With stage "auto", the chosen ones once a run has begun."""
         return self._settings.config
 
     @property
@@ -113,7 +113,7 @@ class EngineStrategy(ProcessStrategy):
         """The engine, between setup and teardown.
 
         Raises:
-            RuntimeError: At another time.
+            RuntimeError: The Trainer is not running.
         """
         if self._engine is None:
             raise RuntimeError(
@@ -123,12 +123,12 @@ class EngineStrategy(ProcessStrategy):
         return self._engine
 
     @property
-    def _owner(self) -> Engine | None:
-        """Who has the optimizers' shards: the engine, or the closed one."""
+    def _state_engine(self) -> Engine | None:
+        """The engine that has the optimizers' shards: the running one, or the closed one."""
         return self._engine or self._closed
 
     def memory_report(self) -> MemoryReport:
-        """Bytes that this rank holds, by state and tier, counted from the engine's own buffers."""
+        """Bytes that this rank holds now, by state and tier. Local."""
         return self.engine.memory_report()
 
     @property
@@ -165,7 +165,9 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        Mesh.of(0, self.num_nodes * self.num_processes, self._group_size)  # raises if it cannot be
+        Mesh.of(
+            0, self.num_nodes * self.num_processes, self._group_size
+        )  # raises for a wrong group size
         super()._configure_launcher()
 
     @override
@@ -183,10 +185,10 @@ class EngineStrategy(ProcessStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """For `configure_model` and `Trainer.init_module`: empty modules are on the meta device.
+        """Context for `configure_model` and `Trainer.init_module`.
 
-        Others are on the device where they compute, but for one that would be whole there and is
-        to be sharded later: that one is on the CPU.
+        Empty modules are on the meta device. Others are on the device where they compute, except
+        modules that are sharded only later: these are on the CPU.
         """
         device = self.root_device
         is_running = run_state(self.lightning_module).status == TrainerStatus.RUNNING
@@ -201,7 +203,7 @@ class EngineStrategy(ProcessStrategy):
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around `configure_model`: what it builds is sharded as it is built, where that helps."""
+        """Context for `configure_model`: shards parameters as they are built, if that helps."""
         on_cpu = self.root_device.type == "cpu"
         helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
         if not helps or not self.config.states.shards_params:
@@ -219,7 +221,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_regrouped = self._keeps_full_module = None  # a failure of the run before is over
+        self._has_regrouped = self._keeps_full_module = None  # state of the run before
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -243,7 +245,7 @@ class EngineStrategy(ProcessStrategy):
 
     @contextmanager
     def _wrapping_built_parameters(self) -> Iterator[None]:
-        """Around the set-up that takes over what is in parts, if anything. Collective."""
+        """Context for the set-up that wraps parameters built as shards, if any. Collective."""
         building = self._building
         if building is None:
             yield
@@ -260,7 +262,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Moves all but parameters: they follow by bucket when the engine takes them over."""
+        """Moves all but parameters, which the engine moves bucket by bucket."""
         assert self.lightning_module is not None
         move_all_but_parameters(self.lightning_module, self.root_device)
 
@@ -289,7 +291,7 @@ class EngineStrategy(ProcessStrategy):
     def _step(
         self, name: str, context: Callable[[], AbstractContextManager[Any]], args: Any, kwargs: Any
     ) -> STEP_OUTPUT:
-        """Runs a step method of the module: it does not pass through `Module.__call__`."""
+        """Runs a step method of the module, which does not pass through `Module.__call__`."""
         with context(), self.engine.forward_context():
             output: STEP_OUTPUT = getattr(self.lightning_module, name)(*args, **kwargs)
             return output
@@ -314,7 +316,7 @@ class EngineStrategy(ProcessStrategy):
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        # As the base class, but gradients are reduced before `on_after_backward` sees them.
+        # As in the base class, but gradients are reduced before `on_after_backward`.
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
@@ -350,7 +352,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
-        """As the base; raises a RuntimeError where another rank is elsewhere, or has failed."""
+        """As in the base class; a RuntimeError if another rank is not here, or has failed."""
         is_lost = self._has_regrouped is False
         if (
             not super()._enter_collective(name, everyone=everyone)
@@ -363,13 +365,13 @@ class EngineStrategy(ProcessStrategy):
             (lockstep.barrier if everyone else lockstep.barrier_in_loop)(name)
         return True
 
-    # ---------------------------------------------------------------- failure and the end
+    # ---------------------------------------------------------------- failure and teardown
 
     def _can_communicate(self) -> bool:
-        """Whether collectives are possible. After an exception the ranks first rally, once.
+        """Whether collectives are possible. After an exception the ranks first regroup, once.
 
-        The failing rank tells the others, which fail at their next agreement; those that come here
-        within the deadline go on with fresh process groups, at rest.
+        The failing rank notifies the others, which raise at their next control-plane round. If all
+        ranks call this within the deadline, they continue with new process groups, resharded.
         """
         if self._engine is None:
             return self._watched_by is None or self._watched_by.failure is None
@@ -383,9 +385,9 @@ class EngineStrategy(ProcessStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if isinstance(exception, RequeuedExit):
-            self._has_regrouped = False  # all is saved and time is short: nothing is gathered
+            self._has_regrouped = False  # all is saved and time is short: unshard nothing
         elif isinstance(exception, SIGTERMException):
-            with_status(exception)  # Lightning's own says that all is done
+            with_status(exception)  # Lightning's own exception has status 0
         if self._watchdog is not None:
             if self._engine is None:
                 self._watchdog.abort(exception)
@@ -399,11 +401,11 @@ class EngineStrategy(ProcessStrategy):
             self._end(self._engine)
         self._masters_to_load = {}
         if self._building is not None:
-            self._building.abort()  # what came before set-up has failed
+            self._building.abort()  # the run failed before its set-up
             self._building = None
         if self._watchdog is not None:
             self._watchdog.finish()
-        release_children()  # nothing collective comes from here on
+        release_children()  # no collective follows
         self._unwrap_module()
         assert self.accelerator is not None
         assert self.cluster_environment is not None
@@ -413,14 +415,14 @@ class EngineStrategy(ProcessStrategy):
         self.checkpoint_io.teardown()
 
     def _end(self, engine: Engine) -> None:
-        """Gives parameters back, on the CPU, where the ranks are together, else what there is."""
+        """Unwraps the module on the CPU if the ranks can communicate; otherwise aborts."""
         if self._can_communicate():
-            is_whole = self._should_keep_full_module()
+            keeps_module = self._should_keep_full_module()
             if self._averages is not None:
-                self._averages.unwrap(_CPU if is_whole else None)
-            self._last_masters = narrow_masters(engine) if is_whole else {}
-            engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=is_whole)
-            if is_whole:
+                self._averages.unwrap(_CPU if keeps_module else None)
+            self._last_masters = narrow_masters(engine) if keeps_module else {}
+            engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=keeps_module)
+            if keeps_module:
                 self._closed = engine
             else:
                 engine.comm.close()
@@ -431,13 +433,13 @@ class EngineStrategy(ProcessStrategy):
         self._engine = self._averages = None
 
     def _should_keep_full_module(self) -> bool:
-        """Whether every rank gets the module when this run has ended. Collective."""
+        """Whether every rank keeps the full module after this run. Collective."""
         if self._keeps_full_module is None:
-            # A rank may have a batch or a forward more.
+            # Another rank may have one more batch or forward.
             self.engine.lockstep.barrier("the end of the run")
             if isinstance(self._unshard_after_fit, bool):
                 self._keeps_full_module = self._unshard_after_fit
-            else:  # only what a fit leaves is saved before it goes
+            else:  # only a fit saves its parameters before they are dropped
                 self._keeps_full_module = not self._was_fitting() or _full_module_fits(
                     self.engine, num_averages=len(self._averages or ())
                 )
@@ -447,7 +449,7 @@ class EngineStrategy(ProcessStrategy):
         return run_state(self.engine.module).fn == TrainerFn.FITTING
 
     def _drops_weights(self) -> bool:
-        """Whether this run was a fit whose result nobody will hold, unasked. Collective."""
+        """Whether this run is a fit after which "auto" drops the parameters. Collective."""
         if self._engine is None or self._unshard_after_fit != "auto":
             return False
         return self._was_fitting() and not self._should_keep_full_module()
@@ -456,7 +458,7 @@ class EngineStrategy(ProcessStrategy):
         module = self.lightning_module
         if module is None:
             return
-        clear_pending_values(module)  # a set-up that failed has left it
+        clear_pending_values(module)  # left by a set-up that failed
         parameters = list(module.parameters())
         has_all = not any(has_placement(p) or p.is_meta for p in parameters)
         with unguarded(parameters):
@@ -469,15 +471,15 @@ class EngineStrategy(ProcessStrategy):
 
 
 def run_state(module: nn.Module | None) -> TrainerState:
-    """Of the Trainer of a `LightningModule`; without one, that of a Trainer which does nothing."""
+    """State of the Trainer of a `LightningModule`; without a Trainer, an idle state."""
     trainer = module._trainer if isinstance(module, LightningModule) else None
     return TrainerState() if trainer is None else trainer.state
 
 
 def _share_methods(optimizer: LightningOptimizer) -> None:
-    """Lets `self.optimizers().train()` be that of the user's optimizer.
+    """Makes `self.optimizers().train()` call the method that the user's optimizer object has.
 
-    Lightning's is of a class of its own, which has the methods of the user's class.
+    Lightning's wrapper has the methods of the optimizer's class only.
     """
     of_class = type(optimizer.optimizer)
     for name, value in vars(optimizer.optimizer).items():
@@ -486,39 +488,39 @@ def _share_methods(optimizer: LightningOptimizer) -> None:
 
 
 def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
-    """Whether each rank can hold the module, and averages of it, whole in CPU memory. Collective.
+    """Whether each rank can hold the full module and its averages in CPU memory. Collective.
 
-    It can where that takes at most half of what is free for each rank of a node, on all nodes.
-    Warns, once, where it does not.
+    They may take at most half of the free memory, divided by the ranks of a node, on every node.
+    Warns once if they take more.
     """
     needed = (1 + num_averages) * sum(full_bytes(bucket) for bucket in engine.buckets)
     needed -= sum(cpu_param_bytes(bucket) for bucket in engine.buckets)
     if engine.comm.rank == 0:
         needed += sum(_masters_bytes(bucket) for bucket in engine.buckets)
-    room = available_memory_bytes() // (2 * local_world_size())
-    fits = bool(engine.comm.control.min_ints([room - needed])[0] >= 0)
+    budget = available_memory_bytes() // (2 * local_world_size())
+    fits = bool(engine.comm.control.min_ints([budget - needed])[0] >= 0)
     if not fits:
         rank_zero_warn(
-            f'unshard_after_fit="auto": each of {local_world_size()} rank(s) of a node would hold '
-            f"{needed / _GIB:.3g} GiB more with the whole module, and less than twice that is free "
-            "for each: its parameters are left out. Load them from a checkpoint, by "
+            f'unshard_after_fit="auto": the full module takes {needed / _GIB:.3g} GiB more on each '
+            f"of {local_world_size()} rank(s) of a node, and less than twice that is free for "
+            "each: its parameters are dropped. Load them from a checkpoint with "
             "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
         )
     return fits
 
 
 def _masters_bytes(bucket: Bucket) -> int:
-    """Of masters that a late checkpoint needs beside narrow parameters; rank 0 keeps them."""
+    """Bytes of the master parameters that rank 0 keeps for a late save of a 16-bit module."""
     dtype = bucket.plan.master_dtype
     is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.orig_dtypes)
     return bucket.plan.layout.numel * dtype.itemsize if is_narrow else 0
 
 
-# -------------------------------------------------------------------- what cannot be trained
+# -------------------------------------------------------------------- refused modules and callbacks
 
 
 def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
-    """Raises where an engine holds it (unless `is_ours`), or it has and will have no parameters."""
+    """Raises if another engine holds `module`, or if it has no parameters and builds none later."""
     for name, parameter in module.named_parameters():
         is_held = has_placement(parameter) and not is_dropped(parameter)
         if is_held and not is_ours:
@@ -535,19 +537,19 @@ def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
 
 
 def _tie(module: nn.Module) -> None:
-    """Before optimizers are made of it: what shows the same memory is one parameter."""
+    """Makes parameters that share memory one parameter, before optimizers are created."""
     for text in tie_shared(module):
         rank_zero_warn(text)
 
 
 def _refuse_callbacks(callbacks: Iterable[Callback], config: ZeroConfig) -> None:
-    """Raises for pruning, where no rank has the parameters whose least elements it seeks."""
+    """Raises for pruning if parameters are sharded, since it ranks all their elements."""
     if not config.states.has_shard(State.PARAM):
         return
     for callback in callbacks:
         if isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} ranks the elements of whole parameters and replaces "
-                f"parameters by masked ones, and in {config.states} they rest as shards; use stage "
-                "1 or 2, where they rest whole."
+                f"{type(callback).__name__} ranks the elements of full parameters and replaces "
+                f"parameters by masked ones, but in {config.states} parameters are sharded; use "
+                "stage 1 or 2, where they are replicated."
             )

@@ -1,9 +1,9 @@
-"""Hydra jobs: which one this process runs, and the command that starts a rank of it.
+"""Hydra jobs: the job of this process, and the command that starts one of its ranks.
 
-Hydra is imported where a job is there, not with the package.
+Hydra is imported only if there is a job, not with the package.
 
-A Hydra job is told by what was resolved for it on rank 0, not by the words of the command line: in
-a sweep those stand for many jobs, and its flags may stand anywhere.
+A child rank gets the values that rank 0 has resolved, not rank 0's command line: in a sweep the
+command line describes many jobs, and its flags may have any position.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ __all__ = [
 MASK = "***"
 _NUMERIC = {"apikey", "passphrase", "passwd", "password", "passwords", "secret", "secrets"}
 _SECRET = {*_NUMERIC, "credential", "credentials", "key", "keys", "token"}
-# Of a value that is looked for in other strings: with a reference in them, and without one.
+# Minimum length of a secret that is searched for in other strings: in strings with a reference, and
+# in strings without one.
 _MIN_LETTERS = 4
-_MIN_LETTERS_OF_TEXT = 8  # "key: loss" is no reason to mask every loss
+_MIN_LETTERS_OF_TEXT = 8  # "key: loss" must not mask every "loss"
 
-_UNSAID = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}  # in the name of a run
+# Overrides that are not part of the name of a run.
+_NOT_IN_NAME = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 def current_job() -> str | None:
-    """What tells one Hydra job of a process from the next; None outside Hydra."""
+    """Identifies a Hydra job among those of a process; None outside Hydra."""
     hydra = _hydra()
     if hydra is None:
         return None
@@ -49,57 +51,58 @@ def current_job() -> str | None:
 
 
 def run_name() -> str | None:
-    """What of a job's overrides tells it from others; None where there is nothing."""
+    """Name of a run, from the overrides that distinguish it; None without any."""
     hydra = _hydra()
-    words = hydra.overrides.task if hydra is not None else ()
-    parts = (word.partition("=") for word in words)
-    shown = (
+    overrides = hydra.overrides.task if hydra is not None else ()
+    parts = (override.partition("=") for override in overrides)
+    texts = (
         key + equals + (MASK if is_secret(key) else value)
         for key, equals, value in parts
-        if key not in _UNSAID
+        if key not in _NOT_IN_NAME
     )
-    return " ".join(shown) or None
+    return " ".join(texts) or None
 
 
 def is_secret(key: str) -> bool:
-    """Whether a setting of this name, such as `logger.wandb.api_key`, is for no log to show."""
+    """Whether a setting of this name, such as `logger.wandb.api_key`, must not appear in logs."""
     return not _SECRET.isdisjoint(_words(key))
 
 
 def _words(key: str) -> list[str]:
-    """The words of the last part of a key: of "wandb.apiKey" and "API_KEY" api and key."""
+    """Words of the last part of a key: "api" and "key" for "wandb.apiKey" and for "API_KEY"."""
     last = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", key.rpartition(".")[2])
     return re.split(r"[^a-z0-9]+", last.lower())
 
 
 def masked(config: Any) -> Any:
-    """The values of a `DictConfig`, resolved, without its secrets.
+    """Resolved values of a `DictConfig`, with secrets masked.
 
-    Secret are strings under a key that `is_secret`, numbers under one that speaks of a password or
-    a secret, what is read from the environment (`oc.env`), also by references to it, and strings
-    anywhere else that have the value of a key or of a variable with such a name in them. Elsewhere
-    short values are looked for by reference only: those of a few letters are common words.
+    Masked are strings under a key that `is_secret`, numbers under a key for a password or a secret,
+    and values of the environment (`oc.env`), also through references. Also masked are strings that
+    contain the value of such a key or environment variable. Short values are masked only through
+    references, since a few letters may be a common word.
     """
     from omegaconf import OmegaConf
 
     values = OmegaConf.to_container(config, resolve=True)
-    found = _Secrets()
-    shown = found.mask(values, OmegaConf.to_container(config, resolve=False))
-    return found.replace(shown, OmegaConf.to_container(config, resolve=False))
+    secrets = _Secrets()
+    partly_masked = secrets.mask(values, OmegaConf.to_container(config, resolve=False))
+    return secrets.replace(partly_masked, OmegaConf.to_container(config, resolve=False))
 
 
 class _Secrets:
     """Masks the secrets of one configuration.
 
-    A `source` is a value before interpolation; None where a reference has brought the value.
+    A `source` is a value before interpolation. It is None inside a value that comes from a
+    reference.
     """
 
     def __init__(self) -> None:
-        self._anywhere: set[str] = set()  # values that are masked wherever they stand
-        self._by_reference: set[str] = set()  # values that are masked where a reference brings them
+        self._anywhere: set[str] = set()  # values that are masked in every string
+        self._by_reference: set[str] = set()  # values that are masked in strings with a reference
 
     def mask(self, value: Any, source: Any, *, is_hidden: bool = False) -> Any:
-        """`value` with a mask for each secret at its own place."""
+        """Masks secrets in `value` at their own keys."""
         if isinstance(value, dict):
             parts = {}
             for key, part in value.items():
@@ -123,17 +126,17 @@ class _Secrets:
         return MASK if is_hidden or variables else value
 
     def replace(self, value: Any, source: Any) -> Any:
-        """What `mask` has returned, with a mask for the same values in other strings."""
+        """Masks the values of secrets in all other strings of `value`, as returned by `mask`."""
         if isinstance(value, dict):
             return {key: self.replace(part, _part(source, key)) for key, part in value.items()}
         if isinstance(value, list):
             return [self.replace(part, _part(source, index)) for index, part in enumerate(value)]
         if isinstance(value, str):
-            is_brought = source is None or "${" in str(source)
-            secrets = self._anywhere | self._by_reference if is_brought else self._anywhere
-            if is_brought and value in secrets:
+            is_reference = source is None or "${" in str(source)
+            secrets = self._anywhere | self._by_reference if is_reference else self._anywhere
+            if is_reference and value in secrets:
                 return MASK
-            min_letters = _MIN_LETTERS if is_brought else _MIN_LETTERS_OF_TEXT
+            min_letters = _MIN_LETTERS if is_reference else _MIN_LETTERS_OF_TEXT
             for secret in sorted(secrets, key=len, reverse=True):
                 if len(secret) >= min_letters:
                     value = value.replace(secret, MASK)
@@ -151,7 +154,7 @@ def _is_number(value: Any) -> bool:
 
 
 def sweep_name() -> str | None:
-    """What the jobs of one sweep have in common: the folder of it, or the number of an array."""
+    """Name of the sweep that a job belongs to: its folder, or the id of a SLURM array."""
     hydra = _hydra()
     if hydra is not None and _is_sweep(hydra):
         return Path(hydra.sweep.dir).resolve().name
@@ -160,10 +163,10 @@ def sweep_name() -> str | None:
 
 
 def check_launch(num_processes: int) -> None:
-    """Raises a RuntimeError where this process may neither start ranks nor be the only one.
+    """Raises a RuntimeError if a Hydra launcher runs this job and its ranks cannot be started.
 
-    That is where another of Hydra's launchers runs the job: its workers are not the script that
-    would have to be run again, and submitit's own tasks do not know of each other.
+    The workers of such a launcher do not run the script, which ranks are started from, and the
+    tasks of submitit are not connected.
     """
     hydra = _hydra()
     num_tasks = int(os.environ.get("SUBMITIT_LOCAL_NTASKS", "1"))
@@ -173,16 +176,16 @@ def check_launch(num_processes: int) -> None:
     if _is_sweep(hydra) and target != _BASIC:
         raise RuntimeError(
             f"Trainer(devices={num_processes}) needs {num_processes} rank(s), but "
-            f"{target} runs this job as {num_tasks} task(s) in which ranks cannot be started. Use "
-            f"hydra/launcher=basic, which leaves starting them to the Trainer, or "
+            f"{target} runs this job as {num_tasks} task(s) in which ranks cannot be started; use "
+            f"hydra/launcher=basic, with which the Trainer starts the ranks, or "
             f"hydra/launcher=slurm with hydra.launcher.tasks_per_node={num_processes}."
         )
 
 
 def _hydra() -> Any | None:
-    """Hydra's own settings of the job; None where there is none."""
+    """Hydra's own settings of the job; None without a job."""
     if "hydra" not in sys.modules:
-        return None  # and it need not be imported
+        return None  # without importing it
     from hydra.core.hydra_config import HydraConfig
 
     return HydraConfig.get() if HydraConfig.initialized() else None
@@ -195,7 +198,7 @@ def _is_sweep(hydra: Any) -> bool:
 
 
 def child_command(local_rank: int) -> tuple[list[str], str | None]:
-    """The command line, and the working directory to start it in (None: this process's own)."""
+    """Command line of a child rank, and its working directory (None: that of this process)."""
     hydra = _hydra()
     if hydra is None:
         return list(_basic_subprocess_cmd()), None
@@ -207,7 +210,7 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
 def _script() -> list[str]:
     from hydra.utils import to_absolute_path
 
-    import __main__  # as late as possible: it is another module while a test imports this one
+    import __main__  # imported late: during a test's import it is a different module
 
     if __main__.__spec__ is not None:
         return ["-m", __main__.__spec__.name]
@@ -215,13 +218,13 @@ def _script() -> list[str]:
     if not Path(script).is_file():
         raise RuntimeError(
             f"expected a script to start more ranks from, got {sys.argv[0]!r}; put the training "
-            "into a file, or start the ranks with torchrun or srun."
+            "code into a file, or start the ranks with torchrun or srun."
         )
     return [script]
 
 
 def _config_flags(hydra: Any) -> list[str]:
-    """Where rank 0 found its configuration: the flags win over what the decorator says."""
+    """Flags for rank 0's configuration files, which override the arguments of `hydra.main`."""
     flags = []
     sources = {source.provider: source for source in hydra.runtime.config_sources}
     for provider, flag in (("main", "--config-path"), ("command-line", "--config-dir")):
@@ -235,11 +238,11 @@ def _config_flags(hydra: Any) -> list[str]:
 
 
 def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
-    """What makes the child one more rank of the same job; the last word on each key wins."""
+    """Overrides that make the child a rank of the same job; the last value of a key wins."""
     values: dict[str, Any] = {
         "hydra.mode": "RUN",
         "hydra.run.dir": hydra.runtime.output_dir,
-        "hydra.output_subdir": None,  # rank 0 has written the composed settings
+        "hydra.output_subdir": None,  # rank 0 has already written the composed settings
     }
     if _is_sweep(hydra):
         values |= {f"hydra.sweep.{name}": hydra.sweep[name] for name in ("dir", "subdir")}
@@ -249,7 +252,7 @@ def _job_overrides(hydra: Any, local_rank: int) -> list[str]:
 
 
 def _log_files(hydra: Any, local_rank: int) -> dict[str, str]:
-    """A file of its own for every log that goes to one."""
+    """Overrides that give this rank its own log files."""
     from omegaconf import OmegaConf
 
     logging = OmegaConf.to_container(hydra.job_logging, resolve=False)
@@ -257,7 +260,7 @@ def _log_files(hydra: Any, local_rank: int) -> dict[str, str]:
     names = {}
     for name, handler in (handlers or {}).items():
         file = handler.get("filename")
-        if file and not re.search(r"\$\{[^}]*rank", file, re.IGNORECASE):  # else it differs already
+        if file and not re.search(r"\$\{[^}]*rank", file, re.IGNORECASE):  # else it has the rank
             stem, dot, suffix = file.rpartition(".")
             file = f"{stem}_rank{local_rank}.{suffix}" if dot else f"{file}_rank{local_rank}"
             names[f"hydra.job_logging.handlers.{name}.filename"] = file

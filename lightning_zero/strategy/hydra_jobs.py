@@ -1,4 +1,4 @@
-"""A callback for Hydra, which this imports: where one job of a sweep ends and the next begins."""
+"""A Hydra callback that separates the jobs of a sweep. Imports Hydra."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from lightning_zero.strategy.hydra import child_command
 
 __all__ = ["HydraJobs"]
 
-_RANKS = ("LOCAL_RANK", "RANK", "SLURM_PROCID")  # of processes that something else has started
+_RANKS = ("LOCAL_RANK", "RANK", "SLURM_PROCID")  # set if another launcher has started this process
 
 
 class HydraJobs(Callback):
-    """Lets the jobs of a sweep launch their ranks one after another: `hydra.callbacks`.
+    """Hydra callback that lets each job of a sweep launch its own ranks (`hydra.callbacks`).
 
-    A Trainer makes its process rank 0 for good, and the next job would find a process group whose
-    other ranks are gone. `ZeroStrategy` sees to that for itself; Lightning's own strategies do not,
-    and their children would run the whole sweep again: they are started as ours are.
+    A Trainer makes its process rank 0 permanently, and the next job would find a process group
+    whose other ranks are gone. `ZeroStrategy` handles this itself. Lightning's own strategies do
+    not, and their children would run the sweep again; this callback makes Lightning start them with
+    our command.
 
-    Alternatives considered: to look for the end of a job from within the strategy, which the next
-    job need not use.
+    Alternatives considered: detecting the end of a job in the strategy, which the next job may not
+    use.
     """
 
     def __init__(self) -> None:
         self._before: ProcessSnapshot | None = None
-        self._lightnings: Any = None
+        self._lightning_command: Any = None
 
     def on_job_start(self, config: Any, **kwargs: Any) -> None:
-        """Remembers the process as it is."""
+        """Saves the state of the process."""
         if not any(name in os.environ for name in _RANKS):
             self._before = ProcessSnapshot.take()
-            self._lightnings = vars(subprocess_script)["_hydra_subprocess_cmd"]
+            self._lightning_command = vars(subprocess_script)["_hydra_subprocess_cmd"]
             vars(subprocess_script)["_hydra_subprocess_cmd"] = child_command
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """Makes it so again, once the ranks of this node have ended."""
+        """Restores the process state saved in `on_job_start`, after the node's ranks have ended."""
         if self._before is None:
             return
-        vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightnings
+        vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightning_command
         has_failed = job_return.status is JobStatus.FAILED
         if config.hydra.mode is not RunMode.MULTIRUN and not has_failed:
-            return  # no job follows, and a rank may take its time to end
-        if (children := Children.current()) is not None:
+            return  # no job follows, so that ranks may take long to end
+        children = Children.current()
+        if children is not None:
             children.end(has_failed=has_failed)
         self._before.restore()
         self._before = None

@@ -1,14 +1,14 @@
-"""Lightning's loops, in which ranks may differ: told to stop, without a batch, with fewer of them.
+"""Lightning's loops on ranks that differ: with a stop request, or with fewer batches.
 
-Between two batches of a fit all ranks agree that each has one, and that none is asked to stop or
-requeue. Lightning broadcasts rank 0's "SIGTERM has come" there, on WORLD: a rank that has failed,
-or has no batch left, keeps the others waiting, and so does a GPU until it has nothing left to do.
-It broadcasts once more inside its handler, wherever the signal finds the rank, and afterwards each
-rank stops where it finds the flag. Here the handler sets a flag of ours, and the ranks agree on the
-control plane on what any of them was told: all stop before the same batch, or before a validation.
-Inside an evaluation, Lightning's own flag ends it on the rank that was told, and so on all.
+Between two batches of a fit, all ranks check in one control-plane round that each rank has a batch
+and that no rank has a stop request. Lightning instead broadcasts rank 0's SIGTERM flag there, on
+WORLD. A rank that has failed or has no batch left keeps the others waiting, and so does a GPU until
+its queue is empty. Lightning broadcasts once more inside its handler, wherever the signal finds the
+rank, and then each rank stops where it reads the flag. Here the handler only sets a flag of ours,
+and the round shares it: all ranks stop before the same batch, or before a validation. Inside an
+evaluation, Lightning's own flag ends the loop on the rank that received the signal, and so on all.
 
-Validation, test and prediction may have another number of batches on each rank.
+Validation, test and prediction may have a different number of batches on each rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lightning_zero.strategy.patches import Patches
 
 __all__ = ["LockstepLoops", "StopRequest", "replace_empty_loader", "name_of_batch", "with_status"]
 
-# There is no hook between batches that may end a training, nor one for the handler.
+# Lightning has no hook between batches that may end training, and none for the signal handler.
 _CHECK_SIGTERM = "_broadcast_sigterm_tensor"
 _HANDLE_SIGTERM = "_sigterm_notifier_fn"
-# No hook of Lightning's comes between the last batch and the first collective after it, which
-# synchronises the metrics, so these methods of the running loop are wrapped: the first ends a data
-# loader's batches (prediction has none of it), the second ends the loop.
+# Lightning has no hook between the last batch and the first collective after it, which synchronises
+# metrics, so these methods of the running loop are wrapped. The first one ends a data loader's
+# batches (the prediction loop lacks it), the second one ends the loop.
 _END_OF_LOADER = "_store_dataloader_outputs"
 _END_OF_LOOP = "on_run_end"
 
@@ -47,16 +47,16 @@ _log = logging.getLogger(__name__)
 
 
 class StopRequest(IntEnum):
-    """What a rank wishes for all, between two batches; the lowest of all ranks counts."""
+    """A rank's request to all ranks between two batches. The lowest of all ranks takes effect."""
 
     PREEMPT = 0  # the job is being preempted
-    REQUEUE = 1  # the time will soon be up
+    REQUEUE = 1  # the job's time limit is near
     STOP = 2
     NONE = 3
 
 
 class LockstepLoops:
-    """What a strategy puts into the loops of a run, and into its handler of SIGTERM."""
+    """Patches of a run's loops and of its SIGTERM handler."""
 
     def __init__(self) -> None:
         self._of_run, self._of_evaluation = Patches(), Patches()
@@ -65,7 +65,7 @@ class LockstepLoops:
         self._has_sigterm = False
 
     def begin(self, trainer: Trainer, lockstep: Lockstep) -> None:
-        """Before Lightning installs its handlers. Local."""
+        """Installs the patches of a run. Call before Lightning installs its handlers. Local."""
         self.end()
         self._trainer, self._lockstep, self._has_sigterm = trainer, lockstep, False
         lockstep.set_stop_request(self._stop_request)
@@ -75,37 +75,36 @@ class LockstepLoops:
         )
 
     def end(self) -> None:
-        """After the run, or after an exception in it. Local."""
+        """Removes all patches, after the run or an exception in it. Local."""
         self._of_run.undo()
         self._of_evaluation.undo()
 
     def _stop_request(self) -> StopRequest:
         assert self._trainer is not None
-        asked: StopRequest = getattr(
-            self._trainer._signal_connector, "request", StopRequest.NONE
-        )  # SLURM's
-        return min(asked, StopRequest.STOP if self._has_sigterm else StopRequest.NONE)
+        # Only the connector of a requeueable SLURM job has requests of its own.
+        request: StopRequest = getattr(self._trainer._signal_connector, "request", StopRequest.NONE)
+        return min(request, StopRequest.STOP if self._has_sigterm else StopRequest.NONE)
 
     def check_stop_requests(self) -> None:
-        """Raises unless each rank has a batch and none was told to stop. Collective."""
+        """Raises unless every rank has a batch and no rank has a stop request. Collective."""
         assert self._trainer is not None
         assert self._lockstep is not None
         if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == StopRequest.STOP:
-            rank_zero_warn("SIGTERM has come: the training of all ranks ends here.")
-            with suppress(DesynchronizedError):  # so that none goes away before all know
+            rank_zero_warn("received SIGTERM: training ends here on all ranks.")
+            with suppress(DesynchronizedError):  # no rank may exit before all have the result
                 self._lockstep.barrier("the stop of all ranks")
             raise with_status(SIGTERMException())
 
     def _on_sigterm(self, trainer: Trainer, signum: int, frame: FrameType | None) -> None:
-        _log.warning("rank %d: SIGTERM has come.", trainer.global_rank)
+        _log.warning("rank %d: received SIGTERM.", trainer.global_rank)
         if not self._has_sigterm and trainer.strategy.launcher is not None:
-            trainer.strategy.launcher.kill(signum)  # the ranks that this process has started
+            trainer.strategy.launcher.kill(signum)  # forwards it to the ranks it has started
         self._has_sigterm = True
         if trainer.world_size == 1 or not trainer.training:
             trainer._signal_connector.received_sigterm = True
 
     def begin_evaluation(self) -> None:
-        """Before the first batch of an evaluation loop. Collective."""
+        """Patches an evaluation loop before its first batch. Collective."""
         self.check_stop_requests()
         self._of_evaluation.undo()
         assert self._trainer is not None
@@ -122,25 +121,27 @@ class LockstepLoops:
 
 
 def with_status(exception: SIGTERMException) -> SIGTERMException:
-    """The same, with the status of a process that SIGTERM has ended: the training is not done."""
+    """Sets the exit status of a process that SIGTERM has ended: training is not complete."""
     if exception.code is None:
         exception.code = 128 + signal.SIGTERM
     return exception
 
 
 def name_of_batch(trainer: Trainer, *, is_over: bool = False) -> str:
-    """Of the batch that comes next, or of the one that is over: the same on every rank."""
-    number = trainer.fit_loop.epoch_loop.batch_idx + (not is_over)
-    return f"{'the end of ' * is_over}batch {number} of epoch {trainer.current_epoch}"
+    """Name of the next batch, or of the one that is over. The same on every rank."""
+    number, epoch = trainer.fit_loop.epoch_loop.batch_idx, trainer.current_epoch
+    if is_over:
+        return f"the end of batch {number} of epoch {epoch}"
+    return f"batch {number + 1} of epoch {epoch}"
 
 
 # -------------------------------------------------------------------- evaluation
 
 
 class _NoBatches:
-    """In place of a data loader that is empty on this rank alone: nothing, of a length.
+    """An empty data loader with a length, for a loader that is empty on this rank only.
 
-    Lightning leaves a loop out in which a rank has no batches, and the others would wait for it.
+    Lightning skips a loop in which a rank has no batches, and the other ranks would wait for it.
     """
 
     def __init__(self, length: int) -> None:
@@ -154,7 +155,10 @@ class _NoBatches:
 
 
 def replace_empty_loader(loader: object, trainer: Trainer) -> object:
-    """A data loader of an evaluation that every rank enters. Collective where it has a length."""
+    """Replaces a loader that is empty on this rank only, so that every rank enters the loop.
+
+    Collective if `loader` has a length.
+    """
     if not (trainer.evaluating or trainer.predicting):
         return loader
     length = sized_len(loader)
@@ -167,34 +171,39 @@ def replace_empty_loader(loader: object, trainer: Trainer) -> object:
 
 @contextmanager
 def _end_of_loader(loop: Any, lockstep: Lockstep) -> Iterator[None]:
-    _meet(lockstep, _synchronised(loop), is_end=False)
+    _serve_until_all_end(lockstep, _synchronised_metrics(loop), is_end=False)
     yield
     lockstep.begin_loop()
 
 
 @contextmanager
 def _end_of_loop(lockstep: Lockstep) -> Iterator[None]:
-    while not _meet(lockstep, [], is_end=True):  # others have a data loader that is empty here
+    # Other ranks may have a data loader that is empty here.
+    while not _serve_until_all_end(lockstep, [], is_end=True):
         lockstep.begin_loop()
     yield
 
 
-def _meet(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:
-    """Serves until all ranks are at the end of a data loader; whether all are at the loop's."""
+def _serve_until_all_end(lockstep: Lockstep, metrics: list[str], *, is_end: bool) -> bool:
+    """Takes part in other ranks' passes until all ranks are at the end of a data loader.
+
+    Returns:
+        Whether all ranks are at the end of the loop.
+    """
     lockstep.end_loop()
     ends = lockstep.gather_objects((metrics, is_end))
     if any(names != metrics for names, _ in ends):
         listed = ", ".join(f"rank {rank} {names}" for rank, (names, _) in enumerate(ends))
         raise RuntimeError(
-            "at the end of a data loader the ranks would synchronise different metrics and wait "
-            f"for each other: {listed}; give every rank a batch of each data loader, and log the "
-            "same names with sync_dist=True on all."
+            "at the end of a data loader the ranks would synchronise different metrics and hang: "
+            f"{listed}; give every rank a batch of each data loader, and log the same names with "
+            "sync_dist=True on all ranks."
         )
     return all(is_at_end for _, is_at_end in ends)
 
 
-def _synchronised(loop: Any) -> list[str]:
-    """Names of the metrics that the end of the data loader computes across ranks."""
+def _synchronised_metrics(loop: Any) -> list[str]:
+    """Names of the metrics that are synchronised at the end of a data loader."""
     results = loop.trainer._results
     if loop.trainer.sanity_checking or results is None:
         return []

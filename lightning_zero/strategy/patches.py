@@ -1,4 +1,4 @@
-"""Methods of Lightning's objects, replaced for a time: by loops, slurm, averages and strategy.
+"""Temporary patches of methods of Lightning's objects, for loops, slurm, averages and strategy.
 
 Lightning has no hook that may end a training between two batches, none before the first collective
 after the last batch of an evaluation, and none around the averaging of weights.
@@ -15,14 +15,14 @@ __all__ = ["Patches"]
 
 
 class Patches:
-    """Methods of single objects that hide those of their classes, until `undo`.
+    """Methods of single objects that replace those of their classes, until `undo`.
 
-    What a user has put in the place of a method, a tracer say, is called by ours, and is there
-    again afterwards.
+    A method that the user has patched, for a tracer say, is called by our patch and restored
+    afterwards.
     """
 
     def __init__(self) -> None:
-        self._made: list[tuple[Any, str, dict[str, Any]]] = []  # and what hid the method before
+        self._made: list[tuple[Any, str, dict[str, Any]]] = []  # with earlier patches of the method
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         assert hasattr(type(owner), name), f"no {name} in this release of Lightning"
@@ -36,7 +36,7 @@ class Patches:
         self.put(owner, name, _Within(getattr(owner, name), context))
 
     def undo(self) -> None:
-        """All objects have the methods again that they had. Doing it again is harmless."""
+        """Restores the methods of all objects. Idempotent."""
         while self._made:
             owner, name, before = self._made.pop()
             vars(owner).pop(name, None)
@@ -44,7 +44,7 @@ class Patches:
 
 
 class _Within:
-    """A method that runs inside of a context, and is otherwise what it is."""
+    """A method that runs inside a context; its attributes are those of the original method."""
 
     def __init__(
         self, method: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]

@@ -1,7 +1,7 @@
-"""Precision plugins that know that gradients are shards.
+"""Precision plugins that support sharded gradients.
 
-They take the place of Lightning's plugins of the same precision. Clipping sees the whole norm, and
-the loss scaler of float16 skips a step on every rank when any rank has found an infinity.
+They replace Lightning's plugins of the same precision. Clipping uses the norm over all ranks, and
+the loss scaler of float16 skips a step on every rank if any rank has found an infinity.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ZeroPrecision(Precision):
     """Full precision ("32-true"), and clipping for all precisions.
 
     Attributes:
-        param_dtype: In which the module computes; None: as it is.
-        is_autocast: It computes under `torch.autocast`.
+        param_dtype: Dtype in which the module computes. None: its own.
+        is_autocast: Whether the module computes under `torch.autocast`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -57,7 +57,7 @@ class ZeroPrecision(Precision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        # Not MixedPrecision's, which refuses fused optimizers: gradients are unscaled before.
+        # MixedPrecision's method refuses fused optimizers, but here gradients are already unscaled.
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     @override
@@ -70,21 +70,21 @@ class ZeroPrecision(Precision):
 
 
 class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
-    """The module itself in 16 bits ("bf16-true", "16-true"); masters in float32 are stepped.
+    """The module in 16 bits ("bf16-true", "16-true"), with float32 master parameters.
 
-    What models of transformers want in float32 stays: see [Note: Kept by their model] in kept.py.
+    Parameters that models of transformers keep in float32 stay so: see keep_float32.py.
     """
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         dtype = self._desired_input_dtype
-        with _set_aside(module, dtype):
+        with _without_float32_tensors(module, dtype):
             return super().convert_module(module)
 
 
 @contextmanager
-def _set_aside(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, modules lack the parameters and buffers that stay in float32 beside `dtype`."""
+def _without_float32_tensors(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Context in which modules lack the parameters and buffers that stay in float32."""
     kept: set[Tensor] = set()
     for module in root.modules():
         named: dict[str, Tensor] = dict(module.named_parameters())
@@ -111,9 +111,10 @@ class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
 
 
 class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
-    """Whole parameters in 16 bits under autocast ("bf16-mixed", "16-mixed"); masters in float32.
+    """Unsharded parameters in 16 bits under autocast, with float32 master parameters.
 
-    What autocast does not cast stays in float32: see keep_float32.py.
+    For "bf16-mixed" and "16-mixed". Parameters that autocast does not cast stay in float32: see
+    keep_float32.py.
     """
 
     is_autocast = True
@@ -135,22 +136,23 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         if isinstance(optimizer, LBFGS):
             raise ValueError(
-                "LBFGS evaluates its closure several times, which a loss scaler forbids."
+                "LBFGS evaluates its closure several times, which a loss scaler does not support; "
+                "use precision='bf16-mixed'."
             )
         result = closure()
         if result is None and model.automatic_optimization:
-            self._after_closure(model, optimizer)  # training_step returned None: nothing to unscale
+            self._after_closure(model, optimizer)  # training_step returned None: no gradients
             return result
         self._engine().finish_reductions()
         self.scaler.unscale_(optimizer)  # type: ignore[arg-type]
         self._after_closure(model, optimizer)
-        # The scaler leaves the step out where an infinity was found, on all ranks alike.
+        # The scaler skips the step if an infinity was found, on all ranks.
         output = self.scaler.step(optimizer, **kwargs)  # type: ignore[arg-type]
         self.scaler.update()
         return output
 
-    # The scaler's state stands where Lightning's own plugin keeps it, so that checkpoints are
-    # exchanged.
+    # The scaler's state has the key of Lightning's own plugin, so that both load each other's
+    # checkpoints.
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -170,12 +172,15 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
 def sharded_precision(
     plugin: Precision, engine: EngineGetter, scaler_options: Mapping[str, Any]
 ) -> ZeroPrecision:
-    """Our plugin for the precision of `plugin`.
+    """Returns our plugin for the precision of `plugin`.
 
     Args:
-        plugin: One of Lightning's, or already one of ours.
-        engine: Gives the engine, once it exists.
-        scaler_options: Of `GradScaler`, instead of those that a loss scaler has; empty: as it is.
+        plugin: A plugin of Lightning, or one of ours.
+        engine: Function that returns the engine, once it exists.
+        scaler_options: Options of `GradScaler` that replace the loss scaler. Empty: it is kept.
+
+    Raises:
+        TypeError: `plugin` has another class.
     """
     if isinstance(plugin, ZeroPrecision):
         ours: ZeroPrecision = plugin
@@ -189,10 +194,9 @@ def sharded_precision(
         ours = ZeroPrecision()
     else:
         raise TypeError(
-            f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}: it clips and "
-            "steps gradients that it takes to be whole. Use precision='32-true', '64-true', "
-            "'bf16-mixed', '16-mixed', 'bf16-true' or '16-true', or one of Lightning's own "
-            "plugins for these."
+            f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}, which expects "
+            "unsharded gradients; use precision='32-true', '64-true', 'bf16-mixed', '16-mixed', "
+            "'bf16-true' or '16-true', or one of Lightning's own plugins for these."
         )
     ours._engine = engine
     if isinstance(ours, ZeroMixedPrecision) and ours.scaler and scaler_options:

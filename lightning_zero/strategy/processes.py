@@ -1,6 +1,7 @@
-"""One process for each device: who the ranks are, how they start, how they talk on WORLD.
+"""One process per device: identity and start of ranks, and small collectives on WORLD.
 
-They start as the script once for each of this node, unless torchrun or srun have started them.
+Rank 0 of a node starts the script once for each other rank of the node, unless torchrun or srun
+have started the ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for all ranks to start
 
 
 class ProcessStrategy(ParallelStrategy):
-    """What a strategy with a process for each device tells Lightning, whatever it trains.
+    """Base of a strategy with one process per device; independent of what it trains.
 
     Arguments are those of `ZeroStrategy`, and of every Lightning strategy.
     """
@@ -74,7 +75,7 @@ class ProcessStrategy(ParallelStrategy):
         timeout: timedelta | float | None,
         limits: WaitLimits,
         start_method: StartMethod,
-        **of_lightning: Any,
+        **lightning_options: Any,
     ) -> None:
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:
@@ -84,14 +85,14 @@ class ProcessStrategy(ParallelStrategy):
         self._timeout = as_timeout(timeout)
         self._limits = limits
         self._start_method: StartMethod = start_method
-        self._watchdog: Watchdog | None = None  # of the running run, and until the next one
-        super().__init__(**of_lightning)
+        self._watchdog: Watchdog | None = None  # of the current run, or of the last one
+        super().__init__(**lightning_options)
 
-    # ---------------------------------------------------------------- who and where
+    # ---------------------------------------------------------------- ranks and devices
 
     @property
     def is_distributed(self) -> bool:
-        """The Trainer shards data and synchronises logged values, where there are several ranks."""
+        """Whether there are several ranks: the Trainer then shards data and synchronises logs."""
         return self.num_nodes * self.num_processes > 1
 
     @property
@@ -102,7 +103,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this machine."""
+        """Number of ranks on this node."""
         return len(self.parallel_devices or ())
 
     @property
@@ -121,9 +122,9 @@ class ProcessStrategy(ParallelStrategy):
             return
         children = Children.current()
         if children is not None and children.job != current_job():
-            children.end()  # before anything asks the environment who this process is
-        # Also where the ranks are started by torchrun or srun: it is what asks the environment
-        # whether its layout is the one that the Trainer was told.
+            children.end()  # before the environment is read for the rank of this process
+        # Also if torchrun or srun start the ranks: the launcher checks that the environment has the
+        # layout of the Trainer.
         self._launcher = _ScriptLauncher(
             self.cluster_environment,
             self.num_processes,
@@ -135,7 +136,7 @@ class ProcessStrategy(ParallelStrategy):
         devices = self.parallel_devices or []
         if isinstance(self.accelerator, MPSAccelerator) or any(d.type == "mps" for d in devices):
             raise ValueError(
-                "ZeroStrategy shards over several devices, and a machine has one MPS device; use "
+                "ZeroStrategy shards over several devices, but a machine has one MPS device; use "
                 "accelerator='cpu', or strategy='auto' to train on MPS."
             )
 
@@ -178,44 +179,47 @@ class ProcessStrategy(ParallelStrategy):
         return open_store(environment.global_rank(), environment.world_size(), timeout)
 
     def _check_world_size(self) -> None:
-        """Compares what the Trainer was told with what has started, and would train wrongly."""
+        """Raises if the Trainer's number of ranks is not the number of started ranks."""
         assert self.cluster_environment is not None
-        asked = self.num_processes * self.num_nodes
-        given = world_size() if has_world() else self.cluster_environment.world_size()
-        if given == asked:
+        wanted = self.num_processes * self.num_nodes
+        started = world_size() if has_world() else self.cluster_environment.world_size()
+        if started == wanted:
             return
-        told = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
-        expects = f"Trainer({told}) expects {asked} ranks, but "
-        if isinstance(self.cluster_environment, LightningEnvironment):  # nothing else started them
+        arguments = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
+        expects = f"Trainer({arguments}) expects {wanted} ranks, but "
+        if isinstance(self.cluster_environment, LightningEnvironment):  # no other launcher
             raise ValueError(
-                f"{expects}an earlier Trainer of this script has begun with {given}, and a script "
-                "starts its ranks once; give all of its Trainers the same devices and num_nodes, "
-                "or run them as scripts of their own. Where you set LOCAL_RANK and WORLD_SIZE "
-                "yourself, start as many."
+                f"{expects}an earlier Trainer of this script started {started}, and a script "
+                "starts its ranks only once; give all of its Trainers the same devices and "
+                "num_nodes, or run them as separate scripts. If you set LOCAL_RANK and WORLD_SIZE "
+                "yourself, start as many ranks as the Trainer expects."
             )
         raise ValueError(
-            f"{expects}{type(self.cluster_environment).__name__} started {given}; make devices x "
+            f"{expects}{type(self.cluster_environment).__name__} started {started}; make devices x "
             "num_nodes equal to the number of processes of torchrun (--nproc-per-node x --nnodes) "
             "or srun (--ntasks)."
         )
 
     def set_world_ranks(self) -> None:
-        """Tells the environment and Lightning's rank-zero helpers who this rank is."""
+        """Sets the global rank in the environment and in Lightning's rank-zero helpers."""
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        # Some environments ignore the setters, so the getter is asked again.
-        # Lightning's `rank_zero_only` is this one, and keeps its rank on the function.
+        # Some environments ignore the setters, so the getter is called again. Lightning's
+        # `rank_zero_only` is this function, and keeps the rank as its attribute.
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- small collectives
 
     def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
-        """Whether a collective of every rank, or of some, is possible; else there is none.
+        """Prepares a collective. Returns whether it is possible; otherwise the caller skips it.
 
-        Where a subclass brings ranks together that are not at the same point; `name` is that of
-        the collective, the same on every rank.
+        A subclass checks here that all ranks issue the same collective.
+
+        Args:
+            name: Name of the collective, the same on every rank.
+            everyone: Whether all ranks take part.
         """
         return has_world()
 
@@ -243,7 +247,7 @@ class ProcessStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        # Torch's ReduceOp says its address, which is another on every rank.
+        # The repr of torch's ReduceOp has an address, which differs between ranks.
         how = reduce_op if isinstance(reduce_op, str) else "reduction"
         name = f"a {how} over ranks of {_shape_of(tensor)}"
         if not self._enter_collective(name, everyone=is_world(group)):
@@ -263,7 +267,7 @@ class ProcessStrategy(ParallelStrategy):
 
     def _on_rank_zero(self, what: str, act: Callable[[], None]) -> None:
         """Runs `act` on rank 0; the others wait, and raise as in `failing_together`. Collective."""
-        with failing_together(what, lambda told: [self.broadcast(told)]):
+        with failing_together(what, lambda outcome: [self.broadcast(outcome)]):
             if self.is_global_zero:
                 act()
 
@@ -273,18 +277,18 @@ def _shape_of(tensor: Tensor) -> str:
 
 
 def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
-    """Warns on a rank that is not among the consecutive ones of its node."""
+    """Warns on a rank that is not one of the consecutive ranks of its node."""
     if rank // num_devices != node_rank:
         warnings.warn(
-            f"rank {rank} runs on node {node_rank}, expected on node {rank // num_devices}: groups "
-            "of consecutive ranks are spread over nodes and gathers leave them; number ranks node "
-            "by node (SLURM's --distribution=block).",
+            f"rank {rank} runs on node {node_rank}, expected on node {rank // num_devices}: shard "
+            "groups of consecutive ranks span several nodes, and so do their all-gathers; number "
+            "ranks node by node (SLURM's --distribution=block).",
             stacklevel=2,
         )
 
 
 class _ProcessLauncher(_MultiProcessingLauncher):
-    """As Lightning's own, but for where a run starts from."""
+    """Lightning's launcher, with "last" and "newest" resolved to a checkpoint."""
 
     @override
     def _wrapping_function(
@@ -300,10 +304,10 @@ class _ProcessLauncher(_MultiProcessingLauncher):
 
 
 class _ScriptLauncher(_SubprocessScriptLauncher):
-    """As Lightning's own, but for Hydra and SLURM.
+    """Lightning's launcher, with support for Hydra and SLURM.
 
-    Children are given rank 0's Hydra job, not its command line; a SLURM layout is refused with the
-    lines that would be right; and a fit under SLURM is requeued.
+    Children get rank 0's Hydra job instead of its command line. A wrong SLURM layout is an error
+    with the correct lines. A fit under SLURM is requeued.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""From which checkpoint a run starts, where that is to be looked for: "last" and "newest".
+"""The checkpoint from which a run resumes with `ckpt_path="last"` or `"newest"`.
 
-[Note: Before Lightning looks] Lightning looks for `last.ckpt` on each rank by itself, before the
-ranks are connected. A job that was killed while it replaced `last.ckpt` may have left it under
-another name, and ranks that do not find the same file would not start alike. So the ranks connect
-first, rank 0 puts the folders of all `ModelCheckpoint`s in order, looks, and tells the others. The
-strategy's launcher calls the Trainer's method and hands it the path in place of the word.
+[Note: Before Lightning searches] Lightning searches for `last.ckpt` on each rank separately, before
+the ranks are connected. A job that was killed while it replaced `last.ckpt` may have left it under
+another name, and ranks that do not find the same file would not resume from the same state. So the
+ranks connect first. Rank 0 deletes leftovers in the folders of all `ModelCheckpoint`s, searches,
+and broadcasts the path. The strategy's launcher passes this path to the Trainer's method.
 
-Alternatives considered: the connector of the Trainer that looks, which would have to be replaced.
+Alternatives considered: replacing the Trainer's connector, which does the search.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _NEWEST = "newest"
 def with_resolved_ckpt_path(
     function: Callable[..., Any], trainer: Trainer | None
 ) -> Callable[..., Any]:
-    """`function`, of the Trainer, given the checkpoint for "last" and "newest".
+    """Wraps `function` of the Trainer to resolve `ckpt_path="last"` and `"newest"`.
 
-    See [Note: Before Lightning looks]. Collective when it is called.
+    See [Note: Before Lightning searches]. The wrapper is collective.
     """
     if trainer is None or "ckpt_path" not in inspect.signature(function).parameters:
         return function
@@ -46,62 +46,63 @@ def with_resolved_ckpt_path(
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = inspect.signature(function).bind(*args, **kwargs)
-        asked = bound.arguments.get("ckpt_path")
-        if asked is None and _goes_on_after_exception(trainer):
-            asked = _LAST
-        if asked in (_LAST, _NEWEST):
+        ckpt_path = bound.arguments.get("ckpt_path")
+        if ckpt_path is None and _resumes_after_exception(trainer):
+            ckpt_path = _LAST
+        if ckpt_path in (_LAST, _NEWEST):
             weights_only = bound.arguments.get("weights_only")
-            bound.arguments["ckpt_path"] = _find(trainer, asked, weights_only)
+            bound.arguments["ckpt_path"] = _find(trainer, ckpt_path, weights_only)
         return function(*bound.args, **bound.kwargs)
 
     return call
 
 
-def _goes_on_after_exception(trainer: Trainer) -> bool:
-    """Whether Lightning reads "last" where no path is given."""
+def _resumes_after_exception(trainer: Trainer) -> bool:
+    """Whether Lightning uses "last" if no path is given."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     is_fitting = trainer.state.fn == TrainerFn.FITTING
     return is_fitting and any(isinstance(c, OnExceptionCheckpoint) for c in callbacks)
 
 
-def _find(trainer: Trainer, asked: str, weights_only: bool | None) -> str | None:
+def _find(trainer: Trainer, ckpt_path: str, weights_only: bool | None) -> str | None:
     strategy: Any = trainer.strategy
     strategy.setup_environment()
-    found: list[str | None] = [asked]
+    found: list[str | None] = [ckpt_path]
 
-    def look() -> None:
+    def search() -> None:
         tidy_folders(trainer)
-        if asked == _NEWEST:
+        if ckpt_path == _NEWEST:
             found[0] = _newest(trainer, weights_only)
-        elif trainer.state.fn == TrainerFn.FITTING:  # else it depends on what else is given
+        elif trainer.state.fn == TrainerFn.FITTING:  # else Lightning uses other arguments, too
             connector = trainer._checkpoint_connector
             path = connector._parse_ckpt_path(
                 TrainerFn.FITTING, _LAST, model_provided=True, model_connected=False
             )
             found[0] = None if path is None else str(path)
 
-    strategy._on_rank_zero(f"find the {asked} checkpoint", look)
+    strategy._on_rank_zero(f"find the {ckpt_path} checkpoint", search)
     path: str | None = strategy.broadcast(found[0])
     return path
 
 
 def _newest(trainer: Trainer, weights_only: bool | None) -> str | None:
     folders = _folders(trainer)
-    if (path := newest_of(folders, weights_only=weights_only)) is not None:
+    path = newest_of(folders, weights_only=weights_only)
+    if path is not None:
         return str(path)
     where = ", ".join(map(str, folders)) or "a local folder of a ModelCheckpoint"
     text = (
-        f'ckpt_path="{_NEWEST}": there is no complete checkpoint in {where}. To go on from an '
+        f'ckpt_path="{_NEWEST}": there is no complete checkpoint in {where}. To resume from an '
         "earlier run, give ModelCheckpoint the dirpath of that run."
     )
     if trainer.state.fn != TrainerFn.FITTING:
         raise FileNotFoundError(text)
-    rank_zero_warn(f"{text} The fit begins anew.")
+    rank_zero_warn(f"{text} fit starts from scratch.")
     return None
 
 
 def tidy_folders(trainer: Trainer) -> None:
-    """Puts the folders of the Trainer's checkpoints in order, after a job that was killed. Local.
+    """Deletes leftovers of killed jobs in the folders of the Trainer's checkpoints. Local.
 
     On rank 0 only.
     """
@@ -110,14 +111,14 @@ def tidy_folders(trainer: Trainer) -> None:
 
 
 def _folders(trainer: Trainer) -> list[Path]:
-    """The local folders of its checkpoint callbacks; also before their set-up."""
+    """Local folders of the Trainer's checkpoint callbacks, also before their set-up."""
     return list(dict.fromkeys(local_path(f) for f in _addresses(trainer) if not is_remote(f)))
 
 
 def _addresses(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, ModelCheckpoint):
-            # By this name it asks the loggers and the Trainer, where it was given no `dirpath`.
+            # This private method resolves a missing `dirpath` from the loggers and the Trainer.
             yield str(callback._ModelCheckpoint__resolve_ckpt_dir(trainer))  # type: ignore[attr-defined]
         elif isinstance(callback, OnExceptionCheckpoint):
             yield os.path.dirname(callback.ckpt_path)

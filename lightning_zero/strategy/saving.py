@@ -1,17 +1,17 @@
-"""Checkpoints on their way to the disk and back: which form they have, who writes them when.
+"""Saving and loading of checkpoints: full or sharded, synchronous or asynchronous.
 
-[Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied; a
-thread writes them and agrees with the other ranks on a channel of its own. The next save, loading a
-checkpoint and the end of fit wait for it, and raise what went wrong in it; the next save first
-writes its own, while training waits: it may be the last that can be made. A checkpoint that
-Lightning removes because a newer one takes its place is kept until the newer one is complete, and
-stays if that fails.
+[Note: One save in flight] With `async_save`, `save` returns once this rank's values are copied. A
+thread writes them and synchronizes with the other ranks over its own channel. The next save,
+loading a checkpoint and the end of fit wait for the thread and raise its error. A save after a
+failed one first writes its own checkpoint, while training waits: it may be the last one possible. A
+checkpoint that Lightning removes in favor of a newer one is kept until the newer one is complete,
+and stays if that fails.
 
 [Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
 `torch.save`, through one function of its module `lightning.pytorch.core.saving`.
-`patch_load_from_checkpoint` puts another in that function's place: it opens directories, `.safetensors`
-files and remote storage, and hands everything else to Lightning's as before. The rest of the loader
-(hyperparameters, arguments, strictness) is its own, for all formats.
+`patch_load_from_checkpoint` replaces that function. The new one opens directories, `.safetensors`
+files and remote storage, and passes everything else to Lightning's function. The rest of the loader
+(hyperparameters, arguments, strictness) is Lightning's for all formats.
 
 Alternatives considered: an override of `LightningModule.load_from_checkpoint` would have to repeat
 its check of being called on a class, and the loader.
@@ -76,72 +76,77 @@ __all__ = [
 
 CheckpointType = Literal["auto", "full", "sharded"]
 MASTERS_KEY = "lightning_zero_masters"
-METADATA_KEY = "lightning_zero"  # in the sharded form: who wrote it
+METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
 
 _CHECKPOINT_TYPES = get_args(CheckpointType)
-_SHARDED_NUMEL = 2**31  # parameters from which on "auto" is sharded
+_SHARDED_NUMEL = 2**31  # parameter elements from which on "auto" is sharded
 
 
 class Saving:
-    """Decides on the form and writes the sharded one; `is_async`: while training goes on."""
+    """Chooses between full and sharded checkpoints, and writes sharded ones.
+
+    `is_async`: writes them during training.
+    """
 
     def __init__(self, form: CheckpointType, *, is_async: bool) -> None:
         if form not in _CHECKPOINT_TYPES:
             raise ValueError(f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {form!r}.")
         if is_async and form == "full":
             raise ValueError(
-                'async_save needs the sharded form, got checkpoint="full"; use '
+                'async_save needs sharded checkpoints, got checkpoint="full"; use '
                 'checkpoint="sharded", or lightning.pytorch.plugins.AsyncCheckpointIO.'
             )
         self._form = form
         self._is_async = is_async
-        # No daemon: a process that ends waits for the thread.
+        # Not a daemon thread: the process waits for it before it exits.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
-        self._in_flight: list[Future[None]] = []  # a save, and what is to follow it
+        self._in_flight: list[Future[None]] = []  # a save, and removals that follow it
         self._channel: Channel | None = None
         self._planned = SavePlanCache()  # over that channel
-        self._shards: dict[str, CheckpointShard] = {}  # handed out for the next save, by source
+        self._shards: dict[str, CheckpointShard] = {}  # entries for the next save, by source
         self._has_warned = False
-        self._is_sharded: bool | None = None  # what "auto" means in this run; None: not decided yet
-        self._memory: dict[str, Tensor] = {}  # on the CPU; of the asynchronous save before
+        self._is_sharded: bool | None = None  # choice of "auto" for this run; None: not decided yet
+        self._memory: dict[str, Tensor] = {}  # on the CPU; reused by the next asynchronous save
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has the settings, and saves for itself.
+        # A copy has the settings, and its own saves.
         return partial(Saving, is_async=self._is_async), (self._form,)
 
-    # ---------------------------------------------------------------- which form
+    # ---------------------------------------------------------------- full or sharded
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
-        """Refuses a `CheckpointIO` of the user's for the sharded form, which does not use it."""
+        """Raises if a user's `CheckpointIO` is combined with sharded checkpoints."""
         if self._form == "sharded" and is_user_io(checkpoint_io):
             raise ValueError(
-                f'checkpoint="sharded" writes by itself and would not use '
-                f'{type(checkpoint_io).__name__}; use checkpoint="full", or no checkpoint_io.'
+                f'checkpoint="sharded" does not use a CheckpointIO, got '
+                f'{type(checkpoint_io).__name__}; use checkpoint="full", or leave out '
+                "checkpoint_io."
             )
 
     def check_callbacks(self, trainer: Trainer, *, is_sharded: bool) -> None:
-        """Refuses callbacks that would lose checkpoints; after their own set-up.
+        """Raises for callbacks that would lose checkpoints. Call after their own set-up.
 
-        They would on storage that each rank has for itself, and by names that `ModelCheckpoint`
-        tells apart by what is there already, when saves are still in flight.
+        Checkpoints would be lost on storage that is not shared between nodes. With `async_save`
+        they would also be lost if `ModelCheckpoint` makes names unique by looking for existing
+        checkpoints, while a save is still in flight.
         """
         callbacks = trainer.checkpoint_callbacks
         for callback in callbacks:
             check_shared(getattr(callback, "dirpath", None) or "", trainer.world_size)
         if self._is_async and is_sharded and any(_reuses_names(c) for c in callbacks):
             raise ValueError(
-                "async_save needs another name for each checkpoint of ModelCheckpoint, which looks "
-                "for those that exist before they are complete; put {step} into its filename."
+                "async_save needs a different name for each checkpoint of ModelCheckpoint, which "
+                "looks for existing names before a save is complete; put {step} into its filename."
             )
         if self._is_async and any(getattr(c, "save_last", None) == "link" for c in callbacks):
             rank_zero_warn(
-                'ModelCheckpoint(save_last="link") makes its link at once, and async_save ends the '
-                "checkpoint later: a job that is killed in between leaves a link to nothing; use "
-                "save_last=True."
+                'ModelCheckpoint(save_last="link") creates its link before async_save has '
+                "completed the checkpoint: a job that is killed in between leaves a dangling link; "
+                "use save_last=True."
             )
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
-        """Whether a checkpoint is written in the sharded form; see `decide`."""
+        """Whether a checkpoint is a sharded one; see `decide`."""
         if self._form != "auto":
             return self._form == "sharded"
         if is_user_io(checkpoint_io):
@@ -151,13 +156,13 @@ class Saving:
         return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
 
     def decide(self, engine: Engine, resumed: _PATH | None = None) -> None:
-        """Decides what "auto" means for the run that begins. Collective: every rank.
+        """Decides between full and sharded for "auto" when a run begins. Collective: every rank.
 
-        The sharded form, where the full one would not be at home in the CPU memory of rank 0:
-        where parameters or optimizer states are offloaded, and where a full checkpoint takes more
-        than half of the free memory. And from 2^31 elements on, since one rank writes the full one.
-        At a remote address neither form replaces the other, so there a run keeps that of `resumed`,
-        the checkpoint that it goes on from: it may write to that name again.
+        Checkpoints are sharded if parameters or optimizer states are offloaded, or if a full
+        checkpoint takes more than half of the free CPU memory of rank 0. They are also sharded from
+        2^31 parameter elements on, since one rank writes a full checkpoint. At a remote address
+        neither kind replaces the other, so there a run keeps the kind of `resumed`, the checkpoint
+        from which it resumes: it may write to that name again.
         """
         if self._form != "auto":
             return
@@ -173,7 +178,7 @@ class Saving:
                 )
         self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
 
-    # ---------------------------------------------------------------- what is saved
+    # ---------------------------------------------------------------- entries and saves
 
     def state_dict(
         self,
@@ -208,14 +213,14 @@ class Saving:
         """Writes `checkpoint`, made of entries of this object, as a directory. Collective.
 
         Args:
-            checkpoint: As Lightning dumps it.
-            filepath: Rank 0's counts.
-            engine: Whose state it is.
-            last_masters: After fit: the masters that were kept on rank 0.
+            checkpoint: Checkpoint as assembled by Lightning.
+            filepath: Path of the checkpoint. Rank 0's is used.
+            engine: Engine that holds the state.
+            last_masters: After fit, the master parameters that rank 0 has kept.
 
         Raises:
-            OSError: On every rank: it cannot be written; or it is, and the save in flight before
-                could not.
+            OSError: The checkpoint, or the save in flight before it, could not be written. In the
+                second case this checkpoint is written first. Raised on every rank.
         """
         failure: Exception | None = None
         try:
@@ -227,13 +232,13 @@ class Saving:
             has_failed = not engine.comm.control.min_ints([int(failure is None)])[0]
         if has_failed:
             rank_zero_warn(
-                f"the checkpoint in flight was not saved ({failure}); {filepath} is written before "
-                "that is raised."
+                f"the previous asynchronous save failed ({failure}); its error is raised after "
+                f"{filepath} is written."
             )
         waits = has_failed or not self._is_async
         self._write(checkpoint, filepath, engine, last_masters, waits=waits)
         if has_failed:
-            raise failure or RuntimeError("another rank could not save the checkpoint in flight.")
+            raise failure or RuntimeError("the previous asynchronous save failed on another rank.")
 
     def _write(
         self,
@@ -280,41 +285,41 @@ class Saving:
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
         held = sum(kept.nbytes for kept in self._memory.values())
-        room = available_memory_bytes() // (2 * local_world_size()) + held
-        fits = bool(engine.comm.control.min_ints([room - save.snapshot_bytes])[0] >= 0)
+        budget = available_memory_bytes() // (2 * local_world_size()) + held
+        fits = bool(engine.comm.control.min_ints([budget - save.snapshot_bytes])[0] >= 0)
         if not fits:
             self._memory.clear()
             if not self._has_warned:
                 self._has_warned = True
                 rank_zero_warn(
-                    f"async_save would copy {save.snapshot_bytes} bytes into CPU memory on each "
-                    "rank, more than half of what is free for it on some: training waits for "
-                    "this save instead."
+                    f"async_save needs {save.snapshot_bytes} bytes of CPU memory on each rank, "
+                    "more than half of the free memory on some rank: training waits for this "
+                    "save instead."
                 )
         return fits
 
     # ---------------------------------------------------------------- the save in flight
 
     def finish(self, *, warns: bool = False) -> None:
-        """Waits for the save in flight, and raises what it failed of, once.
+        """Waits for the save in flight, and raises its error, once.
 
         Args:
-            warns: Only warn of its failure, because something else has failed already.
+            warns: Warn of its error instead of raising it, because another error is being handled.
         """
         wait(self._in_flight)
-        under_way, self._in_flight = self._in_flight, []
+        finished, self._in_flight = self._in_flight, []
         try:
-            for future in under_way:
+            for future in finished:
                 future.result()
         except Exception as error:
             if not warns:
                 raise
-            rank_zero_warn(f"the checkpoint in flight was not saved: {error}")
+            rank_zero_warn(f"the previous asynchronous save failed: {error}")
 
     def remove(self, filepath: _PATH) -> None:
-        """Deletes a checkpoint, once the one in flight has succeeded. On rank 0 only.
+        """Deletes a checkpoint once the save in flight has succeeded. On rank 0 only.
 
-        Warns where that fails: the save before has succeeded, and other ranks know nothing.
+        Warns if the deletion fails: the save has succeeded, and other ranks have not failed.
         """
         place = locate(filepath)
         if not self._in_flight:
@@ -326,14 +331,14 @@ class Saving:
         )
 
     def free(self) -> None:
-        """Frees what is kept from one save to the next. On every rank."""
+        """Frees the memory that is kept from one save to the next. On every rank."""
         self._planned.clear()
         self._memory.clear()
         self._shards.clear()
 
 
 def _why_sharded(engine: Engine) -> str | None:
-    """Why a full checkpoint does not suit this rank, as a clause; None: it does. Local."""
+    """Reason against a full checkpoint on this rank, as a clause; None: there is none. Local."""
     plans = [bucket.plan for bucket in engine.buckets]
     if sum(plan.layout.numel for plan in plans) >= _SHARDED_NUMEL:
         return f"the module has {_SHARDED_NUMEL} parameters or more"
@@ -341,12 +346,12 @@ def _why_sharded(engine: Engine) -> str | None:
         return "parameters or optimizer states are offloaded"
     needed, free = full_checkpoint_bytes(engine.buckets), available_memory_bytes()
     if engine.comm.rank == 0 and needed > free // 2:
-        return f"a full one takes {format_bytes(needed)} of {format_bytes(free)} of free CPU memory"
+        return f"a full one takes {format_bytes(needed)} of {format_bytes(free)} free CPU memory"
     return None
 
 
 def is_user_io(checkpoint_io: CheckpointIO | None) -> bool:
-    """Whether it is one that the user has given."""
+    """Whether the user has given this plugin."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
 
 
@@ -358,12 +363,12 @@ def _run_in_session(save: ShardedSave) -> None:
 def _remove_or_warn(path: CheckpointPath) -> None:
     try:
         atomic.remove(path)
-    except Exception as error:  # remote storage raises what it likes
-        rank_zero_warn(f"the old checkpoint {path} could not be deleted and stays: {error}")
+    except Exception as error:  # the exceptions of remote storage are not known in advance
+        rank_zero_warn(f"the old checkpoint {path} could not be deleted: {error}")
 
 
 def _reuses_names(callback: Checkpoint) -> bool:
-    """Whether it keeps several checkpoints under one name and a counter."""
+    """Whether `callback` keeps several checkpoints under one name with a counter."""
     return (
         isinstance(callback, ModelCheckpoint)
         and callback.save_top_k not in (0, 1)
@@ -372,14 +377,14 @@ def _reuses_names(callback: Checkpoint) -> bool:
     )
 
 
-# -------------------------------------------------------------------- whole files, and loading
+# -------------------------------------------------------------------- full checkpoints, and loading
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes a file whole or not at all, without a copy in memory, and checks it when it is read.
+    """Writes a full checkpoint atomically, without a copy in memory, and checks it when reading.
 
-    The file is what `torch.save` writes. Remote storage is written in the same way, and read by
-    Lightning where other code than `ZeroStrategy` asks.
+    The file has the format of `torch.save`. Remote storage is written in the same way. Code other
+    than `ZeroStrategy` reads it through Lightning.
     """
 
     @override
@@ -395,8 +400,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         elif is_sharded(place):
             raise FileExistsError(
                 errno.EEXIST,
-                "a sharded checkpoint is there, which a full one cannot replace at a remote "
-                "address; delete it, or choose another name",
+                "a full checkpoint cannot replace a sharded checkpoint at a remote address; delete "
+                "the sharded one, or choose another name",
                 str(place),
             )
         write_torch_file(checkpoint, place)
@@ -415,7 +420,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
 
 
 def patch_load_from_checkpoint() -> None:
-    """See [Note: Every format]. Doing it again is harmless."""
+    """Lets `load_from_checkpoint` open every format; see [Note: Every format]. Idempotent."""
     load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
     if load_file.__module__ == __name__:
         return
@@ -429,7 +434,7 @@ def patch_load_from_checkpoint() -> None:
         checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         if isinstance(map_location, (str, torch.device)):
-            # The module follows its first tensor.
+            # Lightning moves the module to the device of the first tensor.
             state_dict = checkpoint["state_dict"]
             checkpoint["state_dict"] = {
                 name: value.to(map_location) if isinstance(value, Tensor) else value
@@ -441,7 +446,7 @@ def patch_load_from_checkpoint() -> None:
 
 
 def is_download(path: _PATH) -> bool:
-    """Whether it is an address of the web, which Lightning downloads as a whole."""
+    """Whether `path` is a web address, which Lightning downloads completely."""
     return str(path).startswith(("http://", "https://"))
 
 

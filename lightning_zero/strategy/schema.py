@@ -1,7 +1,8 @@
-"""What the files of `conf` need from Python: the strategy's settings with their types, resolvers.
+"""Schema and resolvers for the files of `conf`.
 
-Every choice of the group `zero` starts from the settings, so that all are shown and completed, and
-a misspelt key or a wrong type is Hydra's error before anything runs; and it brings `HydraJobs`.
+Every choice of the group `zero` is based on the schema of the strategy's settings. So Hydra shows
+and completes all of them, and reports a misspelt key or a wrong type before anything runs. The
+group also adds the callback `HydraJobs`.
 """
 
 from __future__ import annotations
@@ -24,50 +25,50 @@ __all__ = ["ZeroStrategySettings", "register", "schema"]
 _GROUP = "hydra/lightning_zero"
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.strategy.hydra_jobs.HydraJobs"}}
 _SIMPLE = {bool, int, float, str, NoneType}
-_OF_THE_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
+_SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
 
 
 def schema() -> type[Any]:
-    """A dataclass of the strategy's own settings: those whose default a YAML file can say."""
+    """A dataclass of the strategy's settings whose default YAML can express."""
     hints = get_type_hints(ZeroStrategy.__init__)
     settings: list[Any] = [("_target_", str, field(default="lightning_zero.ZeroStrategy"))]
     for name, parameter in inspect.signature(ZeroStrategy).parameters.items():
         default = parameter.default
-        if name not in _OF_THE_TRAINER and type(default) in _SIMPLE:
+        if name not in _SET_BY_TRAINER and type(default) in _SIMPLE:
             settings.append((name, _yaml_type(hints[name]), field(default=default)))
     made = make_dataclass("ZeroStrategySettings", settings)
-    made.__module__ = __name__  # for pickle, which finds it as `__qualname__`
-    # Hydra and OmegaConf put the name into their errors, which nothing of ours can catch.
+    made.__module__ = __name__  # pickle finds the class by module and `__qualname__`
+    # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch.
     made.__name__ = "ZeroStrategySettings (--cfg job shows all)"
     return made
 
 
 def _yaml_type(hint: Any) -> Any:
-    """`hint` where Hydra can check it, else anything: the strategy checks it itself."""
+    """`hint` if Hydra can check it, else Any: the strategy checks such settings itself."""
     if hint in _SIMPLE:
         return hint
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
     if parts and set(parts) <= _SIMPLE:
-        return Union[tuple(parts)]  # noqa: UP007  # made of a tuple
+        return Union[tuple(parts)]  # noqa: UP007  # from a tuple
     return Any
 
 
-ZeroStrategySettings = schema()  # a module holds it, so that a composed config can be pickled
+ZeroStrategySettings = schema()  # a module attribute, so that a composed config can be pickled
 
 
 def register() -> None:
-    """Makes known to Hydra what the files of `conf` refer to. Harmless when repeated.
+    """Registers the schema and resolvers of the files of `conf` with Hydra. Idempotent.
 
-    The group is one of `hydra/`, so that it is not offered among an application's own.
+    The group is below `hydra/`, so that Hydra does not list it among an application's own groups.
     """
     store = ConfigStore.instance()
     store.store("strategy", ZeroStrategySettings, _GROUP, provider="lightning_zero")
     store.store("jobs", _JOBS, _GROUP, provider="lightning_zero")
-    # The same, for a launcher: Hydra refuses one name twice. Workers that import no script import
-    # its class, and so know the names of strategies.
+    # The same for a launcher, since Hydra refuses a name that occurs twice. Workers do not import
+    # the script; importing the callback's class registers the names of strategies there.
     store.store("submitted", _JOBS, _GROUP, provider="lightning_zero")
-    of_this_process = (_accelerator, _devices, _precision, _rank_suffix)
-    for resolver in (*of_this_process, _gpus_per_node, run_name, sweep_name):
+    process_resolvers = (_accelerator, _devices, _precision, _rank_suffix)
+    for resolver in (*process_resolvers, _gpus_per_node, run_name, sweep_name):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
@@ -83,16 +84,16 @@ def _devices(accelerator: str) -> int | str:
 def _precision(accelerator: str) -> str:
     if accelerator == "auto":
         accelerator = _accelerator()
-    return "32-true" if accelerator == "cpu" else "bf16-mixed"  # which few CPUs compute fast
+    return "32-true" if accelerator == "cpu" else "bf16-mixed"  # bf16 is slow on most CPUs
 
 
 def _rank_suffix() -> str:
-    """Of this process, before there is a Trainer; empty on rank 0."""
+    """Suffix with this process's rank, before there is a Trainer; empty on rank 0."""
     variables = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
     rank = next((int(os.environ[name]) for name in variables if name in os.environ), 0)
     return f"_rank{rank}" if rank else ""
 
 
 def _gpus_per_node(accelerator: str | None, tasks_per_node: int) -> int | None:
-    """What to ask SLURM for: one for each task, if the Trainer is told to use them."""
+    """Number of GPUs to request from SLURM: one per task if the Trainer uses GPUs, else None."""
     return tasks_per_node if accelerator in ("gpu", "cuda") else None

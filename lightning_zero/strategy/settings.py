@@ -1,13 +1,13 @@
-"""The engine's settings: as given, or chosen for the run where `stage="auto"`; and a look ahead.
+"""The engine's settings, the choice of `stage="auto"`, and the memory check before a run.
 
 The planner's numbers are compared with this machine's memory.
 
-[Note: Every rank alike] Ranks compare what they have and go on with the least of it, so that each
-comes to the same choice, and all of them raise or none does.
+[Note: Same choice on all ranks] Ranks gather their memory and use the least of any rank, so that
+all make the same choice, and all of them raise or none does.
 
-[Note: Certain] A run is refused only where model states alone are more than the memory there is,
-all of it, whoever uses it now. Activations, buffers and what other programs hold are not counted,
-nor states that the optimizer does not show on a toy. `check_memory=False` asks nothing.
+[Note: Memory check] A run is refused only if model states alone exceed the total memory, used or
+free. Activations, buffers and other programs are not counted, nor optimizer states that a probe
+does not show. `check_memory=False` disables the check.
 """
 
 from __future__ import annotations
@@ -49,22 +49,18 @@ __all__ = [
 ]
 
 _AUTO = "auto"
-_OTHER_COMPARED = (
-    "check_memory",
-    "checkpoint",
-    "async_save",
-    "unshard_after_fit",
-)  # not the engine's
+# Options of the strategy alone that must be equal on all ranks.
+_OTHER_COMPARED = ("check_memory", "checkpoint", "async_save", "unshard_after_fit")
 _STAGES = (1, 2, 3)  # 0 is the control
-_SHARE = 0.7  # of the free memory: activations, which nobody knows yet, take the rest
+_SHARE = 0.7  # of the free memory; the rest is for activations, which are not known in advance
 _GIB = 1024**3
-# Adam's, where an optimizer does not show its own on a toy.
+# Adam's states, for an optimizer whose states a probe does not show.
 _TWO_MOMENTS = StateSpec({"exp_avg": 4, "exp_avg_sq": 4})
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where a run computes: the device of this rank, ranks of the world and of this machine."""
+    """Hardware of a run: this rank's device, and the number of ranks in all and on this node."""
 
     device: torch.device
     num_ranks: int
@@ -72,30 +68,30 @@ class Hardware:
 
     @property
     def has_device_memory(self) -> bool:
-        """The device has memory of its own."""
+        """Whether the device has memory of its own."""
         return self.device.type != "cpu"
 
 
 @dataclass(frozen=True)
 class AvailableMemory:
-    """Bytes of memory, of the rank that has least."""
+    """Bytes of memory: the least of any rank."""
 
     device_free: int  # on the CPU, this rank's share of what is available
     device_total: int  # on the CPU, as `host_total`
     host_free: int  # of a machine
     host_total: int  # of a machine, with its swap space
-    disk_free: int  # of a machine's folder for files; 0 where none is named
+    disk_free: int  # of a machine's folder for files; 0 if none is set
 
 
 @dataclass(frozen=True)
 class AutoChoice:
-    """What `stage="auto"` has come to, and why, in a sentence."""
+    """The choice of `stage="auto"`, and its reason in a sentence."""
 
     config: ZeroConfig
     reason: str
 
     def as_hyperparameters(self) -> dict[str, Any]:
-        """For loggers."""
+        """The choice as hyperparameters for loggers."""
         param, optimizer = self.config.offloads
         return {
             "zero_stage": self.config.stage,
@@ -105,14 +101,14 @@ class AutoChoice:
 
 
 class Settings:
-    """What a strategy was told, and what has come of it.
+    """User settings and the configuration resolved from them.
 
     Args:
         given: Arguments of `ZeroStrategy`; `stage` may be "auto".
 
     Attributes:
-        config: To train with; where the stage is "auto", a stand-in until `decide`.
-        choice: What "auto" has come to; None else, and before.
+        config: Configuration to train with. With stage "auto", a placeholder until `decide`.
+        choice: Choice of stage "auto". None with another stage, and before `decide`.
     """
 
     def __init__(self, given: Mapping[str, Any]) -> None:
@@ -128,7 +124,7 @@ class Settings:
         self.choice: AutoChoice | None = None
 
     def describe(self) -> dict[str, str]:
-        """What was given, to be compared between ranks."""
+        """Describes the given settings, for the consistency check."""
         stage = {"stage": _AUTO} if self._is_auto else {}
         return describe_config(self._given) | stage | self._others
 
@@ -139,7 +135,7 @@ class Settings:
         hardware: Hardware,
         precision: ZeroPrecision | None,
     ) -> ZeroConfig:
-        """The settings of one run: nothing in them is left to be found out. Collective."""
+        """Resolves the settings of one run completely. Collective."""
         group_size = self._given.group_size(local_world_size=hardware.ranks_per_node)
         config = self._given.replace(
             sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
@@ -162,7 +158,7 @@ class Settings:
             self.choice, config = choice, choice.config
             self.config = config
         if is_checked:
-            with failing_together("begin"):  # models are not compared yet
+            with failing_together("start"):  # models are not compared yet
                 check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
 
@@ -173,14 +169,14 @@ class Settings:
             chosen is None or chosen.itemsize >= torch.float32.itemsize
         ):
             rank_zero_warn(
-                "keep_float32 has no effect: no parameter is cast, as precision='32-true' and "
-                "'bf16-true', or param_dtype='float32', have it."
+                "keep_float32 has no effect: with precision='32-true' or 'bf16-true', or with "
+                "param_dtype='float32', no parameter is cast."
             )
         return chosen
 
 
 def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
-    """Checks settings that are given beside `stage="auto"`: some stage must have each of them."""
+    """Checks settings given with `stage="auto"`: there must be a stage that has all of them."""
     failure: ValueError | None = None
     for stage in reversed(_STAGES):
         try:
@@ -192,7 +188,7 @@ def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
 
 
 def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
-    """The least that any rank has. Collective. See [Note: Every rank alike]."""
+    """Measures the least memory of any rank. Collective. See [Note: Same choice on all ranks]."""
     host_free, host_total = available_memory_bytes(), _physical_bytes()
     if hardware.device.type == "cuda":
         device_free, device_total = torch.cuda.mem_get_info(hardware.device)
@@ -201,7 +197,7 @@ def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
     folder = _named_folder(base)
     disk_free = 0
     if folder is not None:
-        with suppress(OSError):  # it must not keep this rank from the others
+        with suppress(OSError):  # this rank must reach the collective below
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
     return AvailableMemory(*(min(values) for values in zip(*gather_objects(own), strict=True)))
@@ -218,7 +214,7 @@ def _physical_bytes() -> int:
 
 
 def _named_folder(base: ZeroConfig) -> Path | None:
-    """Where files may go, if anybody has said it: a temporary folder may be in memory."""
+    """Folder for files if the user has set one: a temporary folder may be in memory."""
     for config in base.offloads:
         if config is not None and config.nvme_path is not None:
             return _existing(Path(config.nvme_path))
@@ -227,7 +223,7 @@ def _named_folder(base: ZeroConfig) -> Path | None:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the first one above it that exists."""
+    """Returns `path`, or its closest parent that exists."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
 
 
@@ -242,9 +238,9 @@ def choose(
     hardware: Hardware,
     num_micro_batches: int = 1,
 ) -> AutoChoice:
-    """The cheapest stage and offload that fit. Local; the same where `memory` is.
+    """Chooses the cheapest stage and offload that fit. Local; the same where `memory` is.
 
-    Where `base` offloads, its offloads are kept and the stage alone is chosen.
+    If `base` has offloads, these are kept and only the stage is chosen.
     """
     machine = Machine(
         hardware.num_ranks,
@@ -254,9 +250,14 @@ def choose(
         disk_bytes=memory.disk_free or (None if any(base.offloads) else 0),
         has_device_memory=hardware.has_device_memory,
     )
-    whole = find_full_optimizers(optimizers, base)
+    full_optimizers = find_full_optimizers(optimizers, base)
     job = Job(
-        module, optimizers, None, num_micro_batches, full_optimizers=whole, fallback=_TWO_MOMENTS
+        module,
+        optimizers,
+        None,
+        num_micro_batches,
+        full_optimizers=full_optimizers,
+        fallback=_TWO_MOMENTS,
     )
     estimates = [
         estimate(choice, job, machine) for choice in _candidates(base, hardware.has_device_memory)
@@ -286,10 +287,11 @@ def _reason(
     offload = best.choice.offload.replace("none", "without offload")
     text = (
         f"stage {best.choice.config.stage}, {offload}: {_gib(best.device_bytes)} of the "
-        f"{_gib(memory.device_free)} that are free on each of {num_ranks} devices, before activations"
+        f"{_gib(memory.device_free)} that are free on each of {num_ranks} devices, before "
+        "activations"
     )
     if not best.fits:
-        return f"{text}; nothing leaves room for them, and this takes least"
+        return f"{text}; no choice leaves memory for activations, and this one takes the least"
     rivals = [e for e in estimates if not e.fits and e.cost < best.cost]
     if rivals:
         rival = min(rivals, key=lambda e: e.device_bytes)
@@ -302,7 +304,7 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / _GIB:.2f} GiB"
 
 
-# -------------------------------------------------------------------- the look before a run
+# -------------------------------------------------------------------- the memory check
 
 
 def check_memory_fits(
@@ -312,35 +314,35 @@ def check_memory_fits(
     memory: AvailableMemory,
     hardware: Hardware,
 ) -> None:
-    """Raises a ValueError where model states alone are more than there is. See [Note: Certain].
+    """Raises a ValueError if model states alone exceed the memory. See [Note: Memory check].
 
-    It has the three cheapest changes that fit.
+    The error lists the three cheapest changes that fit.
     """
     if any(offload is not None and offload.device == _AUTO for offload in config.offloads):
-        return  # it goes where there is room
+        return  # offload "auto" adapts to the memory
     machine = Machine(
         hardware.num_ranks, hardware.ranks_per_node, has_device_memory=hardware.has_device_memory
     )
-    whole = find_full_optimizers(optimizers, config)
-    job = Job(module, optimizers, full_optimizers=whole, fallback=StateSpec())
+    full_optimizers = find_full_optimizers(optimizers, config)
+    job = Job(module, optimizers, full_optimizers=full_optimizers, fallback=StateSpec())
     found = estimate(Choice("", "", config), job, machine)
     missing = _missing(found, memory)
     if not missing:
         return
     changes = [estimate(c, job, machine) for c in all_choices(config, stages=_STAGES)]
     possible = sorted((e for e in changes if not _missing(e, memory)), key=lambda e: e.cost)
-    # Files are offered where somebody has said where they may go, and they have room there.
+    # Files are suggested only if a folder is set and has enough free space.
     possible = [e for e in possible if e.disk_bytes <= memory.disk_free]
     lines = [f"\n    {as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
-        f"model states cannot fit: {missing}. What would, the fastest first:{advice}\n"
-        "With check_memory=False this is not checked."
+        f"model states do not fit: {missing}. Changes that would fit, fastest first:{advice}\n"
+        "check_memory=False disables this check."
     )
 
 
 def _missing(found: Estimate, memory: AvailableMemory) -> str:
-    """What is too small for states alone; empty where it may fit."""
+    """Describes the memory that is too small for states alone; empty if they may fit."""
     per_node = found.machine.ranks_per_node
     device = found.rank_memory.tier_bytes(Tier.DEVICE)
     host = found.ranks.node_bytes(Tier.CPU, per_node)
@@ -351,7 +353,7 @@ def _missing(found: Estimate, memory: AvailableMemory) -> str:
     if host > memory.host_total:
         ranks = f"{per_node} rank(s) of a machine"
         return f"{_gib(host)} in the memory of {ranks}, which has {_gib(memory.host_total)}"
-    return ""  # a disk is looked at when its files are made, after those of dead jobs are gone
+    return ""  # disks are checked when files are created, after files of dead jobs are deleted
 
 
 def _needs(found: Estimate) -> str:
@@ -364,7 +366,7 @@ def _needs(found: Estimate) -> str:
 
 
 def as_arguments(config: ZeroConfig) -> str:
-    """As a user would write it."""
+    """Text of the call of `ZeroStrategy` that makes `config`."""
     arguments = [f"stage={config.stage}"]
     for name in ("offload_optimizer", "offload_param"):
         offload = getattr(config, name)
@@ -372,9 +374,10 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
         elif offload is not None:
             arguments.append(f"{name}={offload.device!r}")
-    if (again := config.checkpointed_modules) is True:
+    checkpointed = config.checkpointed_modules
+    if checkpointed is True:
         arguments.append("activation_checkpointing=True")
-    elif again:
-        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in again)
+    elif checkpointed:
+        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in checkpointed)
         arguments.append(f"activation_checkpointing=[{', '.join(kinds)}]")
     return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')

@@ -1,13 +1,13 @@
-"""A job under SLURM: its layout compared with the Trainer's, and its requeueing.
+"""SLURM jobs: check of a job's layout against the Trainer's, and requeueing.
 
-A rank that SLURM did not start never comes, and the others would wait for it until the timeout: a
-layout that SLURM did not give is refused before, with the lines that would be right.
+The ranks would wait until the timeout for a rank that SLURM has not started. So a layout that
+differs from the Trainer's is an error, with the correct lines.
 
-Requeue: a job that must give its place away saves once, is queued again, and goes on from there.
-SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds every rank
-somewhere else, perhaps inside a collective, and may reach only one of them. So the handler sets a
-flag and nothing more; at the next boundary between batches, where no gradient is pending, the ranks
-agree, save together, and rank 0 asks SLURM to queue the job again.
+Requeueing: a job that SLURM is about to stop saves once, is queued again, and resumes from that
+checkpoint. SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds
+each rank at a different point, perhaps inside a collective, and may reach only one rank. So the
+handler only sets a flag. At the next boundary between batches, where no gradient is pending, the
+ranks share their flags and save together, and rank 0 asks SLURM to queue the job again.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ from lightning_zero.strategy.patches import Patches
 
 __all__ = ["RequeuedExit", "Requeueing", "check_slurm_layout"]
 
-_NUM_FITS = "LIGHTNING_ZERO_NUM_FITS"  # a variable, for it must outlive every Trainer
-_SEEN_WITHIN_S = 60.0  # a file of one node, by the others on a shared file system
+_NUM_FITS = "LIGHTNING_ZERO_NUM_FITS"  # an environment variable, which outlives every Trainer
+_SEEN_WITHIN_S = 60.0  # time until a shared file system shows a file of another node
 
 
 def check_slurm_layout(
     environment: Mapping[str, str], *, num_devices: int, num_nodes: int, on_cuda: bool
 ) -> None:
-    """Compares nodes, tasks per node and GPUs. Reads the environment only.
+    """Compares nodes, tasks per node and GPUs with the Trainer's. Reads the environment only.
 
     Args:
-        environment: As srun sets it for a task, or sbatch for its script.
-        num_devices: The Trainer's, of one node.
-        num_nodes: The Trainer's.
+        environment: Environment that srun sets for a task, or sbatch for its script.
+        num_devices: Devices per node of the Trainer.
+        num_nodes: Nodes of the Trainer.
         on_cuda: Whether the devices are GPUs.
+
+    Raises:
+        ValueError: The layouts differ.
     """
     get = environment.get
     given_nodes = int(get("SLURM_STEP_NUM_NODES", get("SLURM_NNODES", "1")))
@@ -63,28 +66,28 @@ def check_slurm_layout(
         for _ in range(int(times or 1))
     ] or [int(get("SLURM_NTASKS_PER_NODE", num_devices))]
     num_tasks = int(get("SLURM_NTASKS", "1"))
-    asked = f"Trainer(num_nodes={num_nodes}, devices={num_devices})"
+    trainer = f"Trainer(num_nodes={num_nodes}, devices={num_devices})"
     lines = _lines(num_devices, num_nodes, on_cuda)
     if on_cuda and "SLURM_GPUS_PER_TASK" in environment:
         lines += (
-            "\n--gpus-per-task shows each task its own GPUs only, but devices counts all of a "
-            "node, which every task must see: ask with --gpus-per-node, and set devices to that."
+            "\n--gpus-per-task makes only a task's own GPUs visible to it, but every task must see "
+            "all devices of its node: use --gpus-per-node, and set devices to that number."
         )
     if given_nodes != num_nodes or any(count != num_devices for count in tasks):
         counts = str(tasks[0]) if len(set(tasks)) == 1 else ", ".join(map(str, tasks))
         raise ValueError(
-            f"{asked} needs {num_nodes} node(s) with {num_devices} task(s) each, one for every "
+            f"{trainer} needs {num_nodes} node(s) with {num_devices} task(s) each, one for every "
             f"device, but SLURM gave {given_nodes} node(s) with {counts} task(s).\n{lines}"
         )
     if num_tasks > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" not in environment:
         raise ValueError(
             f"SLURM gave {num_tasks} tasks, but this process was started without srun, so that the "
-            f"other ranks would never come.\n{lines}"
+            f"other ranks are not running.\n{lines}"
         )
     gpus = get("SLURM_GPUS_ON_NODE", "")
     if on_cuda and gpus.isdigit() and int(gpus) < num_devices:
         raise ValueError(
-            f"{asked} needs {num_devices} GPU(s) on every node, but SLURM gave {gpus}.\n{lines}"
+            f"{trainer} needs {num_devices} GPU(s) on every node, but SLURM gave {gpus}.\n{lines}"
         )
 
 
@@ -104,10 +107,10 @@ def _lines(num_devices: int, num_nodes: int, on_cuda: bool) -> str:
 
 
 class RequeuedExit(SIGTERMException):
-    """All ranks have saved; the process ends.
+    """Ends the process after all ranks have saved.
 
-    Its status is that of a process that SIGTERM has ended, never 0: what the batch script would do
-    after the training must not be done yet. SLURM queues the job again whatever the status is.
+    The exit status is that of a process that SIGTERM has ended, never 0: training is not complete,
+    and the batch script must not continue. SLURM requeues the job with any status.
     """
 
     def __init__(self) -> None:
@@ -115,20 +118,20 @@ class RequeuedExit(SIGTERMException):
 
 
 class Requeueing(_SignalConnector):
-    """Requeueing of one fit of one job: handlers that set a flag, and boundaries that look at it.
+    """Requeueing of one fit: signal handlers that set a flag, and boundaries that read it.
 
-    Takes the place of the Trainer's own handlers while it fits, which save and broadcast wherever
-    the signal finds each rank.
+    Replaces the Trainer's own signal handlers during the fit. Those save and broadcast wherever the
+    signal finds each rank.
 
     Attributes:
-        path: The checkpoint from which the job goes on; the job's own, so that another job in the
-            same directory does not take it up.
-        request: What this rank was told.
+        path: Checkpoint from which the job resumes. Its name has the job's id, so that no other job
+            in the same directory resumes from it.
+        request: Stop request of this rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        number = int(os.environ.get(_NUM_FITS, "0"))  # of the fit: the same in every run of a job
+        number = int(os.environ.get(_NUM_FITS, "0"))  # of this fit, the same in every run of a job
         os.environ[_NUM_FITS] = str(number + 1)
         name = f"requeue-{os.environ['SLURM_JOB_ID']}-{number}.ckpt"
         self.path = Path(trainer.default_root_dir, name)
@@ -147,29 +150,29 @@ class Requeueing(_SignalConnector):
         )
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls `function`, the Trainer's fit, from the checkpoint of an earlier run if any."""
+        """Calls `function`, the Trainer's fit, with the checkpoint of an earlier run, if any."""
         trainer = self.trainer
         bound = inspect.signature(function).bind(*args, **kwargs)
         lightnings, trainer._signal_connector = trainer._signal_connector, self
         try:
-            with self._flagged():
-                if (found := self._find(bound.arguments.get("ckpt_path"))) is not None:
-                    # Ours, with whatever objects the user's hooks have put in; it wins over a
-                    # start.
+            with self._installed_handlers():
+                found = self._find_checkpoint(bound.arguments.get("ckpt_path"))
+                if found is not None:
+                    # It overrides the user's `ckpt_path`, and may hold objects of the user's hooks.
                     bound.arguments |= {"ckpt_path": found, "weights_only": False}
                 result = function(*bound.args, **bound.kwargs)
         finally:
             self.teardown()
             trainer._signal_connector = lightnings
-        # Only now: after an exception, and where the process was killed, it is still there.
+        # Only after success: a failed or killed fit keeps its checkpoint.
         if trainer.is_global_zero and self.path.exists():
-            rank_zero_info(f"The fit has ended: {self.path}, from which it went on, is deleted.")
+            rank_zero_info(f"fit is complete: deleting {self.path}, from which it was resumed.")
             trainer.strategy.remove_checkpoint(self.path)
         return result
 
     @contextmanager
-    def _flagged(self) -> Iterator[None]:
-        """From before the set-up, which may take long and must not be killed, to the end."""
+    def _installed_handlers(self) -> Iterator[None]:
+        """Context with the signal handlers, also during set-up, which may take long."""
         environment = self.trainer.strategy.cluster_environment  # type: ignore[attr-defined]
         requests = {
             environment.requeue_signal: StopRequest.REQUEUE,
@@ -189,45 +192,46 @@ class Requeueing(_SignalConnector):
             yield
         finally:
             for signum, handler in earlier.items():
-                # None: it was not installed from Python, which cannot put it back.
+                # None: not installed from Python, which cannot restore it.
                 self._register_signal(signum, signal.SIG_DFL if handler is None else handler)
 
-    def _find(self, start: object) -> str | None:
-        """The checkpoint to go on from, if this is a later run of the job. Collective then.
+    def _find_checkpoint(self, start: object) -> str | None:
+        """Finds the checkpoint to resume from, in a later run of the job. Collective then.
 
-        `start`: the user's own checkpoint, for the warning where there is no other.
+        `start`: the user's `ckpt_path`, for the warning that there is no other checkpoint.
         """
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         if restarts == 0:
             return None
         strategy: Any = self.trainer.strategy
-        strategy.setup_environment()  # forms the group, so that no rank decides for itself
+        strategy.setup_environment()  # creates the group, so that rank 0 decides for all
         strategy._on_rank_zero(f"recover {self.path}", lambda: recover(self.path))
-        strategy._on_rank_zero(f"take {self.path}", lambda: _check_owner(self.path))
-        self.path, is_there = strategy.broadcast((self.path, self.path.exists()))
-        if not is_there:
+        strategy._on_rank_zero(f"check {self.path}", lambda: _check_owner(self.path))
+        self.path, exists = strategy.broadcast((self.path, self.path.exists()))
+        if not exists:
+            begins = "from scratch" if not start else f"from {start}"
             rank_zero_warn(
-                f"SLURM started this job again (SLURM_RESTART_COUNT={restarts}), but {self.path} "
-                f"is not there: the fit begins {f'from {start}' if start else 'anew'}. Either this "
-                "fit had ended, or nothing was saved in time (#SBATCH --signal=SIGUSR1@120 gives "
-                "more time), or default_root_dir is not the same in each run of the job."
+                f"SLURM restarted this job (SLURM_RESTART_COUNT={restarts}), but {self.path} does "
+                f"not exist: fit starts {begins}. Either this fit was complete, or there was no "
+                "time to save (#SBATCH --signal=SIGUSR1@120 gives more), or default_root_dir "
+                "differs between runs of the job."
             )
             return None
-        rank_zero_info(f"This job was requeued: it goes on from {self.path}.")
+        rank_zero_info(f"SLURM requeued this job: resuming from {self.path}.")
         _wait_until_seen(self.path, _SEEN_WITHIN_S)
         return str(self.path)
 
     # ---------------------------------------------------------------- between two batches
 
     def register_signal_handlers(self) -> None:
-        """Lightning's moment to take the signals over, which are taken already."""
+        """Called when Lightning would install its handlers; patches the loops instead."""
         fit_loop = self.trainer.fit_loop
-        # When a round of a loop is over, whole and before the next has begun.
+        # After an iteration of a loop is complete, and before the next one.
         self._patches.within(fit_loop.epoch_loop, "on_advance_end", self._batch)
         self._patches.within(fit_loop, "on_advance_end", self._epoch)
 
     def teardown(self) -> None:
-        """Leaves the loops as they were."""
+        """Restores the loops."""
         self._patches.undo()
 
     @contextmanager
@@ -247,7 +251,8 @@ class Requeueing(_SignalConnector):
         is_over = num_epochs >= max_epochs > 0
         is_over |= self.trainer.global_step >= max_steps > 0 or self.trainer.should_stop
         if not is_over:
-            # As the next epoch does first: else a run that counts steps repeats this epoch's end.
+            # The next epoch resets these first. A checkpoint without the reset would repeat the end
+            # of this epoch in a run with max_steps.
             epoch_loop = fit_loop.epoch_loop
             epoch_loop.batch_progress.reset_on_run()
             epoch_loop.scheduler_progress.reset_on_run()
@@ -255,48 +260,48 @@ class Requeueing(_SignalConnector):
             self._stop_if_asked()
 
     def _stop_if_asked(self) -> None:
-        """Asks the other ranks whether to save and stop here. Collective: every rank."""
+        """Saves and stops here if any rank has a stop request. Collective: every rank."""
         request = self.request
         strategy: Any = self.trainer.strategy
         agreed = strategy.engine.lockstep.pass_boundary(name_of_batch(self.trainer, is_over=True))
         if agreed not in (StopRequest.PREEMPT, StopRequest.REQUEUE):
             return
-        rank_zero_info(f"SLURM wants this job's place: saving {self.path}.")
-        strategy.finish_saving(warns=True)  # an earlier failure must not cost this save
+        rank_zero_info(f"SLURM is about to stop this job: saving {self.path}.")
+        strategy.finish_saving(warns=True)  # an earlier failure must not prevent this save
         self.trainer.save_checkpoint(self.path)
-        strategy.finish_saving()  # whole on the disk, also if asynchronous
+        strategy.finish_saving()  # completes an asynchronous save
         strategy.checkpoint_io.teardown()
-        self._save_metrics()  # SLURM may kill the processes as soon as it is asked
+        self._save_metrics()  # SLURM may kill the processes as soon as it requeues the job
         strategy.barrier()
         why_not = strategy.broadcast(self._requeue(agreed) if strategy.is_global_zero else None)
         if why_not is None:
             raise RequeuedExit
-        goes_on = "ends" if agreed == StopRequest.PREEMPT else "trains on"
+        consequence = "ends" if agreed == StopRequest.PREEMPT else "continues to train"
         rank_zero_warn(
-            f"The job is not requeued ({why_not}) and {goes_on}; {self.path} is saved, and "
-            "fit(ckpt_path=...) goes on from it."
+            f"The job is not requeued ({why_not}) and {consequence}; {self.path} is saved, and "
+            "fit(ckpt_path=...) resumes from it."
         )
         if agreed == StopRequest.PREEMPT:
             raise RequeuedExit
-        if request is StopRequest.REQUEUE:  # else it has come since
+        if request is StopRequest.REQUEUE:  # a request during the save stays
             self.request = StopRequest.NONE
 
     def _save_metrics(self) -> None:
         try:
             for logger in self.trainer.loggers:
                 logger.save()
-        except Exception as error:  # the others wait for this rank, and the checkpoint is saved
+        except Exception as error:  # other ranks wait, and the checkpoint is saved
             rank_zero_warn(f"the metrics were not saved: {type(error).__name__}: {error}")
 
     def _requeue(self, request: int) -> str | None:
-        """Asks SLURM; what speaks against it, or None. On rank 0 only."""
+        """Asks SLURM to requeue the job; returns the reason if it does not. On rank 0 only."""
         job = number = os.environ["SLURM_JOB_ID"]
-        # SIGTERM also comes from scancel and after the time limit, and is then the job's end.
+        # SIGTERM also comes from scancel and after the time limit; the job then ends.
         if request == StopRequest.PREEMPT:
             shown = _scontrol("show", "job", "-o", number)
             state = re.search(r"\bJobState=(\w+)", shown.stdout)
             if state is None:
-                return f"it is in an unknown state: {shown.stderr.strip() or shown.stdout}"
+                return f"its state is unknown: {shown.stderr.strip() or shown.stdout}"
             if state[1] != "RUNNING":
                 return f"it is {state[1]}"
         if "SLURM_ARRAY_JOB_ID" in os.environ:  # by the number alone, SLURM may take all of it
@@ -308,7 +313,7 @@ class Requeueing(_SignalConnector):
 
 
 def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    """Asks SLURM; status 1 with the reason as its error where it cannot be asked."""
+    """Runs scontrol; if it cannot run, returns status 1 with the reason as stderr."""
     command = ["scontrol", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -317,14 +322,15 @@ def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def _check_owner(path: Path) -> None:
-    """Refuses a checkpoint to go on from that another user has put there.
+    """Raises if another user has created the checkpoint to resume from.
 
-    It is unpickled without limits, for objects of this user's own hooks may be in it, and its name
-    can be foreseen. A file system may give files another owner than their writer, as it does for
-    root in a network; then they belong to the owner of a file that this process makes there.
+    The checkpoint is unpickled without limits, since it may hold objects of the user's hooks, and
+    its name is predictable. A network file system may change the owner of a file, as it does for
+    root. So files also count as this user's if a file that this process creates there has the same
+    owner.
 
     Raises:
-        PermissionError: It, or a file in it, belongs to another user, or is a link to elsewhere.
+        PermissionError: The checkpoint or a file in it belongs to another user, or is a link.
     """
     if not os.path.lexists(path):
         return
@@ -339,16 +345,16 @@ def _check_owner(path: Path) -> None:
             what = "is a link" if found.is_symlink() else f"belongs to user {owner}"
             raise PermissionError(
                 errno.EPERM,
-                f"it {what}, and a requeued job goes on only from what user {os.geteuid()} has "
-                "saved; remove it, or set a default_root_dir that only you can write to",
+                f"it {what}, and a requeued job resumes only from checkpoints of user "
+                f"{os.geteuid()}; remove it, or set a default_root_dir that only you can write to",
                 str(found),
             )
 
 
 def _wait_until_seen(path: Path, timeout_s: float) -> None:
-    """Waits for what another node has written; if it does not come, opening it says so."""
+    """Waits until a file of another node is visible. If it never is, opening it will raise."""
     deadline = time.monotonic() + timeout_s
     while not path.exists() and time.monotonic() < deadline:
         with suppress(OSError):
-            os.listdir(path.parent)  # has a network file system look again
+            os.listdir(path.parent)  # makes a network file system refresh its cache
         time.sleep(0.2)

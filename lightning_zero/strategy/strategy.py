@@ -1,15 +1,15 @@
-"""`Trainer(strategy="zero3")`: the names and settings that a user gives; what is saved of a run.
+"""`Trainer(strategy="zero3")`: registered names, options, and saving and loading of checkpoints.
 
-    ProcessStrategy     who the ranks are, how they start, how they talk      processes.py
+    ProcessStrategy     ranks: identity, start, small collectives             processes.py
     EngineStrategy      an engine for each run, its steps and its end         engine_strategy.py
-    ZeroStrategy        all settings, DeepSpeed's too; states of that engine, saved and loaded
+    ZeroStrategy        all options, also DeepSpeed's; saving and loading the engine's states
 
-Lightning asks one object for all of it, so each is a subclass of the one above.
+Lightning calls one object for all of this, so each class is a subclass of the one above.
 
-[Note: Whole or for a file] Lightning asks `lightning_module_state_dict` for what goes into a
-checkpoint, and users ask it for the weights. In the sharded form the first are entries that each
-rank writes for itself; of these nobody but a save can make anything. So the Trainer's checkpoints
-get theirs by a way of their own, and all others whole tensors.
+[Note: Two kinds of state dict] Lightning calls `lightning_module_state_dict` for the contents of a
+checkpoint, and users call it for the weights. In a sharded checkpoint the contents are entries that
+each rank writes for itself, which only a save can use. So the Trainer's checkpoints get theirs from
+`_module_state`, and all other callers get full tensors.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ from lightning_zero.tensors.meta import accepting_pending_values, set_pending_va
 
 __all__ = ["ZeroStrategy"]
 
-# The offloading ones mean what Lightning's DeepSpeed names of the same form mean.
+# Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
 _REGISTERED: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
     "zero2": {"stage": 2},
@@ -102,9 +102,9 @@ _REGISTERED: dict[str, dict[str, Any]] = {
     "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
 }
 
-# Other tensors of a checkpoint may be kept (by callbacks, say), while its file is written anew.
+# Callbacks may keep other tensors of a checkpoint while its file is replaced.
 _COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
-_FOR_CHECKPOINTS = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
+_STATE_DICT_METHOD = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
 class ZeroStrategy(EngineStrategy):
@@ -114,46 +114,109 @@ class ZeroStrategy(EngineStrategy):
     `zero3_offload_nvme`, each also with `_notebook`.
 
     Args:
-        stage: 0 (plain data parallel in the same engine, the control), 1, 2 or 3. "auto": the
-            fastest of 1, 2 and 3 that leaves 30 % of the free memory to activations, and
-            offload where none does; to files only where `nvme_path` or its variable names a folder.
-            `config` says it once training has begun, as do the log, the loggers and checkpoints.
-        reduce_bucket_size: See `ZeroConfig` for this and the following, up to
-            `sharding_group_size`. Only two of them know the Trainer:
-        param_dtype: None: that of the Trainer's precision. "float32" under "bf16-mixed" leaves the
-            casts to autocast, as DDP does, for twice the parameter bytes.
-        keep_float32: Under "bf16-mixed" and "16-mixed" vectors and what autocast does not cast stay
-            anyway.
-        checkpoint: "full" is one file, as DDP's; "sharded" is a directory to which every rank
-            writes its own part. "auto": sharded where parameters or optimizer states are
-            offloaded, where a full checkpoint takes more than half of rank 0's free CPU memory,
-            and from 2^31 parameter elements on; else full.
-        check_memory: Refuse to begin where model states alone are more than all the memory there
-            is, and say what would fit.
-        unshard_after_fit: Give every rank the whole module, in CPU memory, when a fit has ended.
-            False: its parameters have no values then, and using one is an error. "auto": where it
-            takes at most half of the memory that is free for all ranks of a node; else the last
-            step is saved, if no callback has done so.
-        async_save: Train on while a sharded checkpoint is written, from a copy of this rank's
-            shards in CPU memory.
-        accelerator: As in every Lightning strategy, for this and the following.
-        parallel_devices: Set by the Trainer.
-        cluster_environment: Set by the Trainer where it is not given.
-        checkpoint_io: Writes and reads the file; with one of your own the form is full. None:
-            `ZeroCheckpointIO`.
-        precision_plugin: One of Lightning's own; replaced by ours of the same precision.
-        process_group_backend: None: nccl on CUDA, gloo on CPU.
-        timeout: Of every collective: a `timedelta`, or seconds. None: the backend's.
-        wait_report_s: When a rank has waited so many seconds for others, rank 0's output tells what
-            every rank is doing, once. None: never.
-        heartbeat_timeout_s: A rank that has been silent for so many seconds, because its process is
-            stopped or its node cannot be reached, is lost, and the job ends on all ranks. None:
-            silence alone ends nothing.
-        start_method: "popen" runs the script once for each rank; "fork" is for notebooks.
+        stage: int, default 3. ZeRO stage: 0 replicates all model states (plain data parallelism), 1
+            shards optimizer states, 2 also gradients, 3 also parameters. With the Trainer, also
+            "auto": the fastest of stages 1, 2 and 3 that leaves 30 % of the free memory to
+            activations, with offload if no stage does without it, and with files only if
+            `nvme_path` or its environment variable is set. The choice is in `config` once training
+            has begun, in the log, the loggers and checkpoints.
+        reduce_bucket_size: Elements, default None. Largest number of gradient elements in one
+            reduction. None: 4 Mi, or 256 Ki for each rank if that is more. All stages; in stage 3 a
+            repeated block is one bucket of any size.
+        allgather_bucket_size: Elements, default None. Largest number of parameter elements in one
+            all-gather after the step. Reductions and all-gathers share their buckets, so the
+            smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
+            and 2.
+        prefetch_bucket_size: Elements, default None. Number of parameter elements to unshard before
+            their use. None: one unit; 0: no prefetch. Stage 3.
+        param_persistence_threshold: Elements, default None. Parameters with fewer elements stay
+            unsharded. None: 0, because a small parameter is in the bucket of its unit and needs no
+            collective of its own. Stage 3.
+        max_live_parameters: Elements, default None. Largest number of unsharded parameter elements
+            that a prefetch may lead to. None: no limit. Stage 3.
+        unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
+            resharded one by one, such as transformer blocks: a class, its name, the name of a
+            module, or a pattern of names. None: repeated blocks, see units.py. Other large modules
+            are units, too; all remaining parameters stay unsharded throughout a step. Stage 3.
+        reshard_after_forward: bool, default None. Free the unsharded parameters of a unit after its
+            forward, and all-gather them again for its backward. None: True. False needs more memory
+            and a third less communication. Stage 3.
+        overlap_comm: bool, default True. Communicate while computing. False: wait for every
+            collective where it is issued. All stages.
+        reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
+            and stored. None: float32, or the parameters' dtype if that is wider. All stages.
+        param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
+            the module computes. None: the dtypes of the module. For a dtype narrower than float32
+            the optimizer steps float32 main parameters. All stages. With the Trainer, None is the
+            dtype of its precision. "float32" under "bf16-mixed" leaves the casts to autocast, as
+            DDP does, for twice the parameter bytes.
+        keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
+            beside `param_dtype`: the name of a parameter, or of a module for all parameters below
+            it; the name of a class or base class of modules; a pattern of names, such as
+            "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` needs in
+            float32, see keep_float32.py; a mixed precision of the Trainer adds it. BatchNorm and
+            other modules with running statistics always keep their dtype. All stages.
+        activation_checkpointing: bool, class, str, or list of these, default False. Modules that
+            save only their inputs and run again in backward, for less memory and about a third more
+            computation. True: repeated blocks, see units.py; or modules as in `unit_classes`.
+            Values and random numbers do not change. All stages.
+        broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
+            to all ranks at the first forward after a step, as DistributedDataParallel does. All
+            stages.
+        assume_elementwise: bool, default False. Promise that every optimizer treats each element by
+            itself. False: a probe on small tensors determines this, and optimizers that need full
+            tensors get them. True is for an optimizer that draws random numbers, for example; if
+            the promise is wrong, training is wrong. Stages 1 to 3.
+        offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
+            of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
+            then steps them. None: the device. Stages 1 to 3.
+        offload_param: str, mapping or OffloadConfig, default None. Tier of parameter shards, as in
+            `offload_optimizer`. None: the device. Stage 3.
+        overlap_step: bool, default False. Step bucket by bucket during the next forward, which
+            waits for each bucket where it needs it. The values do not change. Reading
+            `optimizer.state` waits for the step. Stages 1 to 3.
+        sharding_group_size: Number of ranks or "node", default None. Number of consecutive ranks
+            that form a shard group; each group holds all shards. It must divide the number of
+            ranks. "node": the ranks that the launcher starts on a node, so that only gradient
+            shards cross the links between nodes. None: all ranks. Stages 1 to 3.
+        checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
+            file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
+            sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more
+            than half of the free CPU memory of rank 0, or from 2^31 parameter elements on;
+            otherwise full. All stages.
+        async_save: bool, default False. Continue training while a sharded checkpoint is written,
+            from a copy of this rank's shards in CPU memory. All stages.
+        check_memory: bool, default True. Raise an error before training if model states alone
+            exceed the total memory. The error lists changes that would fit. All stages.
+        unshard_after_fit: bool or "auto", default "auto". Give every rank the full module in CPU
+            memory after `fit`. False: its parameters have no values after `fit`, and using one is
+            an error. "auto": as True if the full modules of all ranks of a node take at most half
+            of its free memory; otherwise as False, and the last step is saved, unless a callback
+            has saved it. All stages.
+        accelerator: Accelerator, as in every Lightning strategy. Set by the Trainer.
+        parallel_devices: Devices of this node. Set by the Trainer.
+        cluster_environment: ClusterEnvironment, default None. Environment that assigns ranks. None:
+            chosen by the Trainer.
+        checkpoint_io: CheckpointIO, default None. Plugin that writes and reads full checkpoints.
+            With a custom plugin, "auto" means full checkpoints. None: `ZeroCheckpointIO`.
+        precision_plugin: Precision plugin of Lightning, which is replaced by a plugin of the same
+            precision that supports shards. Set by the Trainer.
+        process_group_backend: str, default None. Backend of collectives. None: "nccl" on CUDA,
+            "gloo" on CPU.
+        timeout: timedelta or seconds, default 30 minutes. Timeout of each collective. None: the
+            backend's.
+        wait_report_s: Seconds, default 30. Time of waiting for other ranks after which rank 0
+            prints once what every rank is doing. None: never.
+        heartbeat_timeout_s: Seconds, default None. Time without a heartbeat after which a rank
+            counts as lost, because its process is stopped or its node cannot be reached. The job
+            then ends on all ranks. None: missing heartbeats alone end nothing.
+        start_method: str, default "popen". Way to start the ranks of a node: "popen" runs the
+            script once for each rank; "fork" is for notebooks; "spawn" and "forkserver" are those
+            of `multiprocessing`.
 
     Raises:
-        ValueError: A setting out of range, or one that has no meaning in this stage.
-        TypeError: A setting of the wrong type.
+        ValueError: An option is out of range, or has no meaning in this stage.
+        TypeError: An option has the wrong type.
     """
 
     strategy_name = "zero"
@@ -195,7 +258,7 @@ class ZeroStrategy(EngineStrategy):
         heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        settings = Settings(locals())  # by their names
+        settings = Settings(locals())  # options by name
         self._saving = Saving(checkpoint, is_async=async_save)
         self._saving.check(checkpoint_io)
         super().__init__(
@@ -211,8 +274,8 @@ class ZeroStrategy(EngineStrategy):
             unshard_after_fit=unshard_after_fit,
             start_method=start_method,
         )
-        self.trainer_kwargs: dict[str, Any] = {}  # what `from_deepspeed` hands back
-        self.translation: Translation | None = None  # all that the DeepSpeed file says
+        self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
+        self.translation: Translation | None = None  # the translated DeepSpeed file
         self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
@@ -224,29 +287,30 @@ class ZeroStrategy(EngineStrategy):
         world_size: int | None = None,
         **kwargs: Any,
     ) -> ZeroStrategy:
-        """The strategy for a DeepSpeed configuration: a JSON file or the same as a dict.
+        """Creates the strategy for a DeepSpeed configuration.
 
-        What the Trainer owns comes back in `strategy.trainer_kwargs`:
-        `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. Settings without effect are named
-        once.
+        Settings that belong to the Trainer are in `strategy.trainer_kwargs`:
+        `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. One warning lists the settings
+        without effect.
 
         Args:
-            source: Path or mapping.
-            world_size: Number of ranks, where the file gives a global batch size only.
-            **kwargs: Further arguments of this class; they win over the file. With another `stage`,
-                what the file says of its own stage alone is left out.
+            source: Path of a JSON file, or its content as a mapping.
+            world_size: Number of ranks. Needed if the file has a global batch size only.
+            **kwargs: Arguments of this class, which override the file. With another `stage`,
+                options that have no meaning there are dropped.
 
         Raises:
-            ValueError: Unknown keys, or settings that would change the training and do not exist
-                here.
+            ValueError: The file has unknown keys, or settings that would change the training and
+                have no equivalent.
         """
         translation = translate(source, world_size=world_size)
-        if message := translation.message():
+        message = translation.message()
+        if message:
             rank_zero_warn(message)
         config = translation.config
         stage = kwargs.get("stage", config.stage)
         if stage in STAGES:
-            config = config.for_stage(stage)  # options of the file's own may have no meaning there
+            config = config.for_stage(stage)  # drops options that have no meaning there
         strategy = cls(**{**vars(config), **kwargs})
         strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
@@ -274,17 +338,17 @@ class ZeroStrategy(EngineStrategy):
             raise ValueError(
                 f'param_dtype="float64" needs precision="64-true", got '
                 f'precision="{self.precision_plugin.precision}", in which inputs are not float64; '
-                "set precision, or leave param_dtype out."
+                "set precision, or leave out param_dtype."
             )
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        # Before any rank does what the others would have to do with it.
+        # Before the first collective that depends on a setting.
         fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
         with self._waiting("the settings of all ranks"):
-            everyone = gather_objects({"ZeroStrategy": fields})
-        check_equal(everyone)
+            fields_of_ranks = gather_objects({"ZeroStrategy": fields})
+        check_equal(fields_of_ranks)
 
     @property
     @override
@@ -310,7 +374,8 @@ class ZeroStrategy(EngineStrategy):
         if trainer.state.fn == TrainerFn.FITTING and self.is_global_zero:
             tidy_folders(trainer)
         connector, state = trainer._checkpoint_connector, self._module_state
-        Patches().put(connector, _FOR_CHECKPOINTS, state)  # for good: a save may come after the run
+        # Never undone: a save may follow the run.
+        Patches().put(connector, _STATE_DICT_METHOD, state)
         super().setup(trainer)
         self._saving.decide(self.engine, trainer.ckpt_path)
         if trainer.state.fn == TrainerFn.FITTING:
@@ -324,13 +389,13 @@ class ZeroStrategy(EngineStrategy):
         self.finish_saving()
 
     def finish_saving(self, *, warns: bool = False) -> None:
-        """Waits until a checkpoint that is written while training goes on is complete. Local.
+        """Waits until the checkpoint that `async_save` is writing is complete. Local.
 
         Args:
-            warns: Only warn of its failure.
+            warns: Warn of a failure instead of raising.
 
         Raises:
-            OSError: It could not be written.
+            OSError: The checkpoint could not be written.
         """
         self._saving.finish(warns=warns)
 
@@ -346,50 +411,55 @@ class ZeroStrategy(EngineStrategy):
             self._saving.free()
             super().teardown()
 
-    # ---------------------------------------------------------------- what is saved
+    # ---------------------------------------------------------------- saving
 
     @property
     def _saves_shards(self) -> bool:
-        """Whether the next checkpoint is written in the sharded form."""
+        """Whether the next checkpoint is a sharded one."""
         assert self.lightning_module is not None
         return self._saving.is_sharded(self.lightning_module, self.checkpoint_io)
 
     def _uses_io_only(self, path: _PATH) -> bool:
-        """Whether the `CheckpointIO` alone deals with `path`: the user's own, or a download."""
+        """Whether only the `CheckpointIO` handles `path`: it is the user's, or `path` is a URL."""
         return is_user_io(self.checkpoint_io) or is_download(path)
 
-    def _meet(self, name: str) -> None:
-        """During a run: a rank that does so alone would wait for data of the others. Collective."""
-        if (engine := self._engine) is not None:
-            engine.lockstep.barrier(name)
+    def _synchronize(self, name: str) -> None:
+        """Waits until all ranks are here, during a run; an error if one is not. Collective.
+
+        Otherwise a rank that saves alone would wait for data of the others.
+        """
+        if self._engine is not None:
+            self._engine.lockstep.barrier(name)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors in CPU memory on every rank, whatever the form. Collective.
+        """State dict of full tensors in CPU memory on every rank. Collective.
+
+        The same for `checkpoint="full"` and `"sharded"`.
 
         Raises:
-            RuntimeError: They do not fit into the memory of some node.
+            RuntimeError: The tensors do not fit into the memory of some node.
         """
         return self._module_state(is_for_file=False)
 
     def _module_state(self, *, is_for_file: bool = True) -> dict[str, Any]:
-        """See [Note: Whole or for a file]. Collective."""
+        """Contents of a checkpoint; see [Note: Two kinds of state dict]. Collective."""
         if self.before_saving is not None:
             self.before_saving()
         module = self.lightning_module
         assert module is not None
         if not self._can_communicate():
             return {}
-        self._meet("the state of the module, for a checkpoint")
-        if is_for_file and self._owner is not None and self._saves_shards:
+        self._synchronize("the state of the module, for a checkpoint")
+        if is_for_file and self._state_engine is not None and self._saves_shards:
             is_closed = self._engine is None
-            state = self._saving.state_dict(self._owner, module, is_closed=is_closed)
+            state = self._saving.state_dict(self._state_engine, module, is_closed=is_closed)
         else:
             state = self._full_state(is_for_file)
         return with_saved_names(state)
 
     def _full_state(self, is_for_file: bool) -> dict[str, Any]:
-        """Whole tensors, for a file on rank 0 only. Collective."""
+        """Full tensors: for a file on rank 0 only, else on every rank. Collective."""
         engine, module = self._engine, self.lightning_module
         assert module is not None
         if engine is None:
@@ -400,7 +470,7 @@ class ZeroStrategy(EngineStrategy):
         return full_state_dict(engine, is_on_all_ranks=not is_for_file)
 
     def _average_state(self, average: nn.Module, kind: str) -> dict[str, Any]:
-        """As `_module_state`, of a callback's averaged module. Collective."""
+        """As `_module_state`, for a callback's averaged module. Collective."""
         if not self._can_communicate():
             return {}
         if self._saves_shards:
@@ -409,14 +479,14 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """What it would save unsharded, on rank 0; or shards by name on every rank. Collective."""
+        """State of `optimizer`: full on rank 0, or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        owner = self._owner
+        owner = self._state_engine
         if self._has_lost_states:
             raise RuntimeError(
-                "the optimizer states are not there: the Trainer was pickled after a run, and the "
-                "ranks that hold them were not; save with weights_only=True, or resume from a "
+                "the optimizer states are not available: the Trainer was pickled after a run, "
+                "without the shards of other ranks; save with weights_only=True, or resume from a "
                 "checkpoint (ckpt_path=...) that was saved before."
             )
         if owner is None or optimizer not in owner.optimizers:
@@ -424,7 +494,7 @@ class ZeroStrategy(EngineStrategy):
         if not self._can_communicate():
             return {}
         owner.optimizers.check_has_states()
-        self._meet("the state of an optimizer, for a checkpoint")
+        self._synchronize("the state of an optimizer, for a checkpoint")
         if self._saves_shards:
             return self._saving.optimizer_state(optimizer, owner)
         return optimizer_state_dict(optimizer, owner.buckets, is_recipient=self.is_global_zero)
@@ -433,31 +503,32 @@ class ZeroStrategy(EngineStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        """Writes what Lightning has dumped. Collective.
+        """Writes the checkpoint that Lightning has assembled. Collective.
 
         Raises:
-            TypeError: Storage options for the sharded form.
-            OSError: It cannot be written; on every rank.
+            TypeError: Storage options were given for a sharded checkpoint.
+            OSError: The checkpoint cannot be written. Raised on every rank.
         """
-        if (choice := self._settings.choice) is not None:
+        choice = self._settings.choice
+        if choice is not None:
             chosen = {"reason": choice.reason, **choice.as_hyperparameters()}
             checkpoint[METADATA_KEY] = {"auto": chosen}
         if not self._can_communicate():
             rank_zero_warn(
-                f"{filepath} was not saved: other ranks did not come together within "
-                f"{REGROUP_TIMEOUT.seconds} s after the exception, so that no whole state exists."
+                f"{filepath} was not saved: the ranks did not regroup within "
+                f"{REGROUP_TIMEOUT.seconds} s after the exception, so that shards are missing."
             )
             return
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, self._engine)
-        if self._owner is not None and self._saves_shards:
+        if self._state_engine is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
-                    "storage_options are for a CheckpointIO, and a sharded checkpoint uses none; "
-                    'leave them out, or use ZeroStrategy(checkpoint="full").'
+                    "storage_options are for a CheckpointIO, which a sharded checkpoint does not "
+                    'use; leave them out, or use ZeroStrategy(checkpoint="full").'
                 )
             last_masters = self._last_masters if self._engine is None else None
-            self._saving.save(checkpoint, filepath, self._owner, last_masters=last_masters)
+            self._saving.save(checkpoint, filepath, self._state_engine, last_masters=last_masters)
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
@@ -476,7 +547,7 @@ class ZeroStrategy(EngineStrategy):
                 check_shared(filepath, self.world_size)
             io.save_checkpoint(checkpoint, filepath, storage_options)
 
-        # Else the others would wait in the next collective for a rank 0 that has raised.
+        # All ranks raise if rank 0 does; else they would wait for it in the next collective.
         self._on_rank_zero(f"save {filepath}", write)
 
     @override
@@ -494,10 +565,10 @@ class ZeroStrategy(EngineStrategy):
     ) -> dict[str, Any]:
         """Opens a checkpoint of any format, the same on every rank. Collective.
 
-        A `checkpoint_io` other than the default one reads for itself.
+        A `checkpoint_io` other than the default one reads its own format.
 
         Raises:
-            ValueError: It is damaged, or of no known format.
+            ValueError: The checkpoint is damaged, or its format is unknown.
             OSError, RuntimeError: Another rank could not open it.
         """
         self._saving.finish()
@@ -518,7 +589,7 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Into the module and the masters: each rank its own elements. Collective."""
+        """Loads this rank's shard of the module and the master parameters. Collective."""
         module = self.lightning_module
         assert module is not None
         awaited: dict[str, Tensor] = {}
@@ -535,17 +606,17 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Into the strategy's optimizers: each rank its own elements. Collective.
+        """Loads this rank's shard of the optimizers' states. Collective.
 
         Raises:
-            ValueError: There are more or fewer optimizers.
+            ValueError: The checkpoint has more or fewer optimizers.
         """
         states: Sequence[Mapping[str, Any]] = checkpoint["optimizer_states"]
         optimizers = self.optimizers
         if len(states) != len(optimizers):
             raise ValueError(
-                f"the checkpoint holds the states of {len(states)} optimizers, expected "
-                f"{len(optimizers)}; resume with the configure_optimizers that was saved."
+                f"expected the states of {len(optimizers)} optimizers, got {len(states)} in the "
+                "checkpoint; resume with the configure_optimizers of the saved run."
             )
         for optimizer, state in zip(optimizers, states, strict=True):
             if not isinstance(optimizer, _MockOptimizer):
@@ -555,38 +626,38 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        """All but what belongs to a run; a copy begins runs of its own. Local."""
+        """State without the parts that belong to a run; a copy starts its own runs. Local."""
         if self._engine is not None:
             raise RuntimeError(
                 "a ZeroStrategy and its Trainer cannot be pickled or copied while the Trainer "
-                "runs: other ranks hold parts of the module; do it after fit, or use "
+                "runs: other ranks hold shards of the module; do it after fit, or use "
                 "trainer.save_checkpoint()."
             )
         state = super().__getstate__()
-        state["_has_lost_states"] |= self._owner is not None
+        state["_has_lost_states"] |= self._state_engine is not None
         launcher: Any = copy.copy(self._launcher)
         if hasattr(launcher, "procs"):
-            launcher.procs = []  # what it has started is this process's
+            launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
         of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
         renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
         return state | dict.fromkeys(of_runs) | renewed
 
 
-# Lightning takes modules from torch.compile for some strategies of its own only. Of these it asks
-# for this class nowhere else, while a DDPStrategy is distributed also on one device.
+# Lightning accepts modules from torch.compile only with some of its own strategies. Registering as
+# SingleDeviceStrategy has no other effect; a DDPStrategy would count as distributed on one device.
 SingleDeviceStrategy.register(ZeroStrategy)
 
 
 def _save_last_step(trainer: Trainer) -> None:
-    """Saves what would be lost with the parameters, unless a callback has just done so. Collective.
+    """Saves the last step if no callback has, before parameters are dropped. Collective.
 
-    To `last-step-N.ckpt` in the Trainer's `default_root_dir`.
+    The file is `last-step-N.ckpt` in the Trainer's `default_root_dir`.
     """
     callbacks: list[Any] = list(trainer.checkpoint_callbacks)
     saved = [getattr(callback, "_last_global_step_saved", None) for callback in callbacks]
     if trainer.global_step in (0, *saved) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return
     path = Path(trainer.default_root_dir) / f"last-step-{trainer.global_step}.ckpt"
-    rank_zero_warn(f"no checkpoint has the last step, so it is saved to {path}.")
+    rank_zero_warn(f"no checkpoint contains the last step; saving it to {path}.")
     trainer.save_checkpoint(path)

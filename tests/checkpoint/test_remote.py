@@ -162,7 +162,7 @@ def test_large_ranges_are_read_in_pieces(memory, monkeypatch):
 
 def test_what_storage_does_not_delete_stays_with_a_warning(memory, monkeypatch):
     monkeypatch.setattr(MemoryFileSystem, "rm", Mock(side_effect=RuntimeError("no answer")))
-    with pytest.warns(UserWarning, match="could not be deleted and stays: no answer"):
+    with pytest.warns(UserWarning, match="could not be deleted: no answer"):
         Saving("sharded", is_async=False).remove("memory://run/a.ckpt")
 
 

@@ -1,4 +1,4 @@
-"""Where the whole module on every rank would not fit, nobody gets it, and nothing is lost."""
+"""The module after fit: kept on every rank if it fits, else saved and dropped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _fit(spec, world_size, **options):
 
 
 def _refusals(module, trainer):
-    """The texts of the errors that uses of the module are."""
+    """Error texts of uses of the module."""
     texts = []
     weight = module.gpt.head.weight
     for use in (
@@ -57,8 +57,8 @@ def _refusals(module, trainer):
 
 
 def _auto(rank, world_size):
-    after_fit.available_memory_bytes = lambda: 0 if rank else 2**40  # the least counts
-    module, trainer, told = _fit(settings(3), world_size)
+    after_fit.available_memory_bytes = lambda: 0 if rank else 2**40  # the least decides
+    module, trainer, warned = _fit(settings(3), world_size)
     weight = module.gpt.head.weight
     assert weight.shape == (64, 32)
     refusals = _refusals(module, trainer)
@@ -66,7 +66,7 @@ def _auto(rank, world_size):
     after_fit.available_memory_bytes = lambda: 2**40
     (metrics,) = trainer.validate(module, ckpt_path=SAVED, verbose=False)
     loaded = GPTModule.load_from_checkpoint(SAVED, ranks=world_size)
-    return told, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
+    return warned, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
 
 
 def _evaluated(rank, world_size):
@@ -82,22 +82,22 @@ def test_untrained_weights_are_returned_without_a_checkpoint():
         assert all(np.array_equal(after[name], before[name]) for name in before)
 
 
-def _whole(rank, world_size):
-    module, trainer, told = _fit("ddp", world_size)
+def _full(rank, world_size):
+    module, trainer, warned = _fit("ddp", world_size)
     (metrics,) = trainer.validate(module, verbose=False)
-    return told, [], metrics, arrays(module.state_dict()), arrays(module.state_dict())
+    return warned, [], metrics, arrays(module.state_dict()), arrays(module.state_dict())
 
 
 def test_what_does_not_fit_is_saved_and_left_out_and_comes_back_from_a_checkpoint():
     ours = run_ranks(2, _auto, has_group=False)
-    reference = run_once(2, _whole)
+    reference = run_once(2, _full)
     for (_, refusals, *found), (_, _, *expected) in zip(ours, reference, strict=True):
         assert all(TEXT in text and "ckpt_path=" in text for text in refusals), refusals
         assert found[0] == pytest.approx(expected[0], rel=1e-6)
         for one, other in zip(found[1:], expected[1:], strict=True):
             for name, value in other.items():
                 np.testing.assert_allclose(one[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
-    assert [len(told) for told, *_ in ours] == [1, 0]
+    assert [len(warned) for warned, *_ in ours] == [1, 0]
     assert "load_from_checkpoint" in ours[0][0][0]
 
 
@@ -106,13 +106,13 @@ def _false(rank, world_size, stage):
     checkpoints = ModelCheckpoint(dirpath="checkpoints", save_top_k=-1, every_n_train_steps=2)
     options = {"callbacks": [average, checkpoints], "enable_checkpointing": True}
     after_fit.available_memory_bytes = lambda: 0
-    module, trainer, told = _fit(settings(stage, unshard_after_fit=False), world_size, **options)
-    assert not told
+    module, trainer, warned = _fit(settings(stage, unshard_after_fit=False), world_size, **options)
+    assert not warned
     assert all(TEXT in text for text in _refusals(module, trainer))
     with pytest.raises(RuntimeError, match=TEXT):
         next(average._average_model.parameters()).sum()
     assert not trainer.optimizers[0].state
-    # A callback that has the last step is enough.
+    # A callback has already saved the last step.
     module, *_ = _fit(
         settings(stage), world_size, callbacks=[checkpoints], enable_checkpointing=True
     )
@@ -152,7 +152,7 @@ def test_nothing_is_kept_on_request(stage):
 
 def _states(rank, world_size, folder):
     kept = []
-    for share in (0.5, 1.5):  # of the module that fits beside the states
+    for share in (0.5, 1.5):  # share of the module that fits beside the states
         net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
         nbytes = sum(p.nbytes for p in net.parameters())
         offload = OffloadConfig("nvme", nvme_path=folder)
@@ -160,8 +160,8 @@ def _states(rank, world_size, folder):
         engine = Engine(net, [torch.optim.Adam(net.parameters())], config)
         engine.backward(net(torch.ones(2, 64)).sum())
         engine.step()
-        room = int(2 * nbytes / world_size + share * nbytes)
-        attached.available_memory_bytes = lambda: 2 * attached.local_world_size() * room  # noqa: B023
+        budget = int(2 * nbytes / world_size + share * nbytes)
+        attached.available_memory_bytes = lambda: 2 * attached.local_world_size() * budget  # noqa: B023
         engine.close(torch.device("cpu"), keep_optimizer_shards=True)
         engine.comm.close()
         kept.append(bool(engine.optimizers[0].state))
@@ -199,7 +199,7 @@ def _pickle_trainer(rank, world_size, spec):
     loaded.fit(copied)
     loaded.save_checkpoint("all.ckpt")
     again = GPTModule.load_from_checkpoint("all.ckpt", ranks=world_size)
-    trainer.save_checkpoint("mine.ckpt")  # the one that was pickled goes on as well
+    trainer.save_checkpoint("mine.ckpt")  # the pickled Trainer can still be used
     return arrays(copied.state_dict()), arrays(again.state_dict())
 
 
@@ -215,7 +215,7 @@ def test_a_trainer_is_pickled_after_fit_and_its_copy_goes_on(spec):
 
 
 class PickledInside(GPTModule):
-    """Its strategy is in the middle of a run."""
+    """A callback that pickles the Trainer during a run."""
 
     def on_train_start(self):
         for copies in (pickle.dumps, copy.deepcopy):

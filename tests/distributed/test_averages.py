@@ -1,4 +1,4 @@
-"""Callbacks that average weights: what they average under DDP, held as shards."""
+"""Callbacks for weight averaging: the averages of DDP, sharded."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_buffers_and_tied_weights_are_averaged_as_under_ddp():
 
 
 def _resume(rank, world_size, make_callback, factory, stages):
-    """By form and stage: the whole run, and one resumed after its second epoch; here and in DDP."""
+    """Uninterrupted and resumed runs by checkpoint kind and stage, here and under DDP."""
     results = {"ddp": train("ddp", make_callback, factory, folder="ddp", max_epochs=4)}
     for form in ("full", "sharded"):
         for stage in stages:
@@ -150,9 +150,7 @@ def _resume(rank, world_size, make_callback, factory, stages):
             path = f"{folder}/epoch=1.ckpt"
             results[f"{folder} again"] = train(spec, make_callback, factory, path, max_epochs=4)
             other = "ddp" if form == "full" else settings(stages[0])
-            results[f"{folder} elsewhere"] = train(
-                other, make_callback, factory, path, max_epochs=4
-            )
+            results[f"{folder} other"] = train(other, make_callback, factory, path, max_epochs=4)
             if form == "full":
                 path = "ddp/epoch=1.ckpt"
                 results[f"{folder} of ddp"] = train(
@@ -192,20 +190,20 @@ def test_averaging_resumes_exactly_also_under_ddp_and_from_it(name):
     (results, _) = run_ranks(
         2, _resume, CALLBACKS[name], factory, STAGES, has_group=False, timeout_s=120
     )
-    whole = results.pop("ddp")
+    full = results.pop("ddp")
     for case, ours in results.items():
         is_resumed = case.count(" ")
         if case.endswith("again"):
             assert_equal(ours, results[case.removesuffix(" again")], 0, ("state", "average"))
         else:
-            assert_equal(ours, whole, 1e-6, ("state", "average") if is_resumed else ("val",))
+            assert_equal(ours, full, 1e-6, ("state", "average") if is_resumed else ("val",))
 
 
 def _resume_without_memory(rank, world_size):
     make = CALLBACKS["StochasticWeightAveraging"]
-    train(settings(3), make, partial(MLPModule, ranks=1), folder="whole", max_epochs=3)
+    train(settings(3), make, partial(MLPModule, ranks=1), folder="full", max_epochs=3)
     with pytest.raises(ValueError, match="averages of weights, which their callback cannot"):
-        train(settings(3), make, lambda: MLPModule(ranks=1).to("meta"), "whole/epoch=1.ckpt")
+        train(settings(3), make, lambda: MLPModule(ranks=1).to("meta"), "full/epoch=1.ckpt")
 
 
 def test_averages_are_not_lost_in_parameters_that_have_no_memory_yet():
@@ -213,7 +211,7 @@ def test_averages_are_not_lost_in_parameters_that_have_no_memory_yet():
 
 
 class FindingRate(LearningRateFinder):
-    """Looks for a learning rate before the first epoch, and keeps the one that is set."""
+    """Searches a learning rate before the first epoch, and keeps the one that is set."""
 
     def on_fit_start(self, trainer, module):
         self.lr_find(trainer, module)
@@ -224,7 +222,7 @@ class RateModule(MLPModule):
 
 
 def _find_rate(rank, world_size):
-    """With a search for the learning rate before: what was averaged in it is restored."""
+    """Averages after a search for the learning rate, which restores them."""
     for name in CALLBACKS:
         for stage in STAGES:
             outcomes = []
@@ -248,7 +246,7 @@ def test_a_search_for_the_learning_rate_leaves_averages_as_they_were():
 
 
 class Weigh(pl.Callback):
-    """Bytes of the average, and of all live tensors, when training has gone on for a while."""
+    """Bytes of the average, and of all live tensors, after some training."""
 
     def on_train_epoch_end(self, trainer, module):
         gc.collect()
@@ -272,7 +270,7 @@ class Wide(MLPModule):
 
 
 def _weigh(rank, world_size):
-    """By stage and precision: bytes of the average, added in all, elements, bytes reported."""
+    """Bytes of the average and in all, elements, reported bytes, by stage and precision."""
     weights = {}
     for stage in STAGES:
         for precision in ("32-true", "bf16-mixed"):
@@ -282,7 +280,7 @@ def _weigh(rank, world_size):
                 callbacks = [*(one() for one in make), Weigh()]
                 options = {"precision": precision, "limit_val_batches": 1}
                 gc.collect()
-                gc.freeze()  # what was there before is not counted
+                gc.freeze()  # earlier objects are not counted
                 before = live_storage_bytes()
                 make_trainer(settings(stage), callbacks=callbacks, **options).fit(module)
                 live.append(module.live_bytes - before)
@@ -300,7 +298,7 @@ def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks():
             assert added == pytest.approx(own, rel=0.02), case
 
 
-# ---------------------------------------------------------------- what is refused, and the rest
+# ---------------------------------------------------------------- refused functions, and others
 
 
 def _normed(average, current, number):
@@ -313,7 +311,7 @@ def _refused(rank, world_size):
         partial(StochasticWeightAveraging, swa_lrs=1e-2, avg_fn=_normed),
     ):
         for stage in STAGES:
-            with pytest.raises(ValueError, match=r"averaging function .* every element by itself"):
+            with pytest.raises(ValueError, match=r"averaging function .* is not elementwise"):
                 train(settings(stage), make, partial(MLPModule, ranks=world_size))
     train(settings(0), make, partial(MLPModule, ranks=world_size))
 
@@ -326,16 +324,16 @@ def test_an_averaging_function_that_needs_full_tensors_is_refused():
 
 
 class Look(pl.Callback):
-    """Looks at the average from outside, as few do."""
+    """Reads the average from a callback."""
 
     def on_train_epoch_end(self, trainer, module):
         from lightning_zero import gathered
 
         average = trainer.callbacks[0]._average_model.module
-        with pytest.raises(RuntimeError, match=r"net\.0\.\w+ of the averaged model rests"):
+        with pytest.raises(RuntimeError, match=r"net\.0\.\w+ of the averaged model is sharded"):
             average(torch.ones(1, 8))
         with gathered(average):
-            self.whole = average(torch.ones(1, 8)).detach()
+            self.full = average(torch.ones(1, 8)).detach()
         assert average.net[0].weight.shape == (13, 8)
 
 
@@ -344,7 +342,7 @@ def _look(rank, world_size):
     module = MLPModule(ranks=world_size)
     for stage in (0, 3):
         make_trainer(settings(stage), callbacks=[callback, look]).fit(module)
-        assert torch.allclose(module(torch.ones(1, 8)), look.whole)
+        assert torch.allclose(module(torch.ones(1, 8)), look.full)
     # Another run with the same callback, and one that only validates.
     trainer = make_trainer(settings(2), callbacks=[callback], limit_val_batches=1)
     trainer.fit(module)
@@ -361,7 +359,7 @@ def test_an_average_has_full_values_only_while_unsharded():
 
 
 def _trace(rank, world_size, name, method):
-    """Whether a user's tracer of a callback's method has seen all calls, and is left there."""
+    """Whether a user's tracer of a callback's method has recorded all calls, and is restored."""
     pl.seed_everything(3, verbose=False)
     callback = CALLBACKS[name]()
     tracer = MagicMock(wraps=getattr(callback, method))

@@ -1,4 +1,4 @@
-"""Between two batches of training: ranks that differ, fail or are told to stop."""
+"""The boundary between batches: ranks that differ, fail or get SIGTERM."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tests.distributed.ranks import run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
 
-ELSEWHERE = "DesynchronizedError: this rank reached "
-IN_VAIN = (
+DESYNCHRONIZED = "DesynchronizedError: this rank reached "
+TIMED_OUT = (
     "DesynchronizedError: a rank waits in its backward for gradients that another does not reduce"
 )
 ABORTED = "PeerAbortedError: "
 
 
 def _outcome(trainer, module):
-    """What ended the fit, as text."""
+    """The exception that ended the fit, as text."""
     try:
         trainer.fit(module)
     except Exception as error:
@@ -39,7 +39,7 @@ def _outcome(trainer, module):
 
 
 def _errors(world_size, fn, *args):
-    """Of every rank, which come within a time far below any timeout."""
+    """Errors of all ranks, raised long before any timeout."""
     start = time.monotonic()
     errors = run_ranks(world_size, fn, *args, has_group=False)
     assert time.monotonic() - start < 20
@@ -47,7 +47,7 @@ def _errors(world_size, fn, *args):
 
 
 class UnevenModule(MLPModule):
-    """Every rank has one batch more than the one before it."""
+    """Each rank has one batch more than the rank before it."""
 
     def train_dataloader(self):
         return list(super().train_dataloader())[: 2 + self.global_rank]
@@ -64,16 +64,16 @@ def _fit_uneven(rank, world_size, stage, logs):
 @pytest.mark.parametrize("stage", ANY_STAGE)
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
     for error in _errors(2, _fit_uneven, stage, logs):
-        assert error.startswith(ELSEWHERE)
+        assert error.startswith(DESYNCHRONIZED)
 
 
 def test_three_uneven_ranks_all_end_with_an_error():
     for error in _errors(3, _fit_uneven, 3, False):
-        assert error.startswith((ELSEWHERE, ABORTED))
+        assert error.startswith((DESYNCHRONIZED, ABORTED))
 
 
 class ManualModule(MLPModule):
-    """Rank 1 leaves out a backward, as where its loss is NaN."""
+    """Rank 1 skips a backward, as after a NaN loss."""
 
     def __init__(self, logs, **kwargs):
         super().__init__(**kwargs)
@@ -95,11 +95,11 @@ def _fit_manually(rank, world_size, stage, logs):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_of_one_rank_alone_is_an_error_on_all(stage, logs):
     for error in _errors(2, _fit_manually, stage, logs):
-        assert error.startswith((ELSEWHERE, IN_VAIN, ABORTED)), error
+        assert error.startswith((DESYNCHRONIZED, TIMED_OUT, ABORTED)), error
 
 
 class Alone(Callback):
-    """Rank 0 alone does something that takes every rank."""
+    """Only rank 0 calls a collective."""
 
     def __init__(self, what):
         self.what = what
@@ -139,12 +139,12 @@ def _fit_alone(rank, world_size, what, stage=3):
 @pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):
-        assert error.startswith(ELSEWHERE)
+        assert error.startswith(DESYNCHRONIZED)
 
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error_on_all_in_stage_1():
     for error in _errors(2, _fit_alone, _save, 1):
-        assert error.startswith(ELSEWHERE)
+        assert error.startswith(DESYNCHRONIZED)
 
 
 class WithinPairs(Callback):
@@ -168,7 +168,7 @@ def test_a_collective_of_some_ranks_needs_no_others():
 
 
 class RaisesAfterBatch(Callback):
-    """On rank 1, where the others go on to the next batch."""
+    """Raises on rank 1 while the others continue with the next batch."""
 
     def __init__(self, error):
         self.error = error
@@ -180,7 +180,7 @@ class RaisesAfterBatch(Callback):
 
 def _fit_and_raise(rank, world_size, stage, error):
     outcomes = []
-    for name in ("first", "second"):  # the second in the groups that the first has left
+    for name in ("first", "second"):  # the second fit uses the groups of the first
         callbacks = [RaisesAfterBatch(error), OnExceptionCheckpoint(name)]
         trainer = make_trainer(settings(stage), callbacks=callbacks, enable_checkpointing=True)
         outcome = _outcome(trainer, MLPModule(ranks=world_size))
@@ -200,7 +200,7 @@ def test_a_rank_that_fails_between_batches_is_not_waited_for(stage, error):
 
 
 class Terminated(Callback):
-    """SIGTERM finds some ranks, once."""
+    """Sends SIGTERM to some ranks, once."""
 
     def __init__(self, ranks, hook, at_batch):
         self.ranks = ranks
@@ -225,7 +225,7 @@ def _fit_until_sigterm(rank, world_size, stage, ranks, hook, at_batch):
     return outcome, trainer.global_step
 
 
-BATCHES = 4  # of an epoch
+BATCHES = 4  # per epoch
 
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])

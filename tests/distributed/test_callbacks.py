@@ -1,4 +1,4 @@
-"""Every callback that Lightning has, under stages 1-3."""
+"""Every callback of Lightning, under stages 1-3."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _finetuning(make, folder=None):
 
 
 def _finetune(rank, world_size, make):
-    """Outcomes of a run by stage, and of one resumed after the first part was unfrozen."""
+    """Results of a run by stage, and of one resumed after the first part was unfrozen."""
     factory = partial(BackboneModule, ranks=2)
     specs = {"auto": "auto"} if world_size == 1 else {stage: settings(stage) for stage in STAGES}
     results = {}
@@ -127,7 +127,7 @@ def test_what_is_unfrozen_trains_with_averaged_gradients_also_after_a_resume(nam
     assert num_groups == {"BackboneFinetuning": 2, "BaseFinetuning": 3}[name]
     for stage in STAGES:
         assert_same([outcomes[stage] for outcomes in ours], [reference["auto"]])
-        # Lightning freezes the backbone again; the groups are there.
+        # Lightning freezes the backbone again; the groups exist.
         again = [outcomes[f"{stage} again"] for outcomes in ours]
         assert_same(again, [reference["auto again"]])
 
@@ -166,7 +166,7 @@ def test_pruning_equals_ddp_where_parameters_are_replicated():
     "ModelPruning", stages=(3,), because="it ranks the elements of full parameters"
 )
 def test_pruning_of_sharded_parameters_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"ModelPruning .* in stage 3 they rest as shards"):
+    with pytest.raises(ValueError, match=r"ModelPruning .* in stage 3 parameters are sharded"):
         run_one_trainer(ModelPruning("l1_unstructured", amount=0.3))
 
 
@@ -179,7 +179,7 @@ def run_one_trainer(*callbacks):
 
 
 class FindingRate(LearningRateFinder):
-    """Looks for a learning rate before the first epoch, and keeps the one that is set."""
+    """Searches a learning rate before the first epoch, and keeps the one that is set."""
 
     def on_fit_start(self, trainer, pl_module):
         self.lr_find(trainer, pl_module)
@@ -220,7 +220,7 @@ def test_the_learning_rate_finder_suggests_as_under_ddp_and_leaves_no_trace():
         assert_same([r[1] for r in of_ranks], [r[1] for r in reference], rtol=1e-5)
 
 
-# ---------------------------------------------------------------- what only looks
+# ---------------------------------------------------------------- observing callbacks
 
 
 class Writer(BasePredictionWriter):
@@ -236,7 +236,7 @@ class Writer(BasePredictionWriter):
 
 
 class Falling(MLPModule):
-    """What is stopped for, and what spikes."""
+    """A module with a metric that early stopping watches, and a loss spike."""
 
     spikes_at = None
 
@@ -255,7 +255,7 @@ SUMMARIES = {"ModelSummary": ModelSummary, "RichModelSummary": RichModelSummary}
 
 
 def _watch(rank, world_size, spec, bar, summary):
-    """One fit with every callback that looks on, and what each has seen."""
+    """Runs one fit with every observing callback, and returns their records."""
     pl.seed_everything(7, verbose=False)
     seen = {}
     name = spec if isinstance(spec, str) else f"stage{spec['stage']}"
@@ -306,7 +306,7 @@ def _spike(rank, world_size, spec):
 
 
 def _watch_all(rank, world_size):
-    """By strategy: with one progress bar and summary, with the others, and a spike."""
+    """Records by strategy: with one progress bar and summary, with the others, and a spike."""
     seen = {}
     for spec in ("ddp", *map(settings, STAGES)):
         name = "ddp" if spec == "ddp" else spec["stage"]
@@ -322,7 +322,7 @@ def _watched():
 
 
 def columns(seen, part):
-    """What the logger has of the metrics whose names contain `part`, by name."""
+    """Logged values of the metrics whose names contain `part`, by name."""
     names = [name for name in seen["metrics"][0] if part in name]
     return {name: [row[name] for row in seen["metrics"] if row[name]] for name in names}
 
@@ -354,7 +354,7 @@ CHECKS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CHECKS]
 )
-def test_a_callback_that_looks_on_sees_what_it_sees_under_ddp(name, stage):
+def test_an_observing_callback_records_the_same_as_under_ddp(name, stage):
     for seen in _watched():
         is_logged = "Monitor" in name
         if not is_logged or "metrics" in seen[stage]:

@@ -1,4 +1,4 @@
-"""Hyperparameters, hooks and a custom `CheckpointIO`."""
+"""Checkpoints with hyperparameters, hooks, or a user's CheckpointIO."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models import MLPModule
 
 
 class RichModule(MLPModule):
-    """Has hyperparameters that need pickle."""
+    """A module with hyperparameters that need pickle."""
 
     def __init__(self, options=None, **kwargs):
         super().__init__(**kwargs)
@@ -50,7 +50,7 @@ def test_training_resumes_from_a_file_with_hyperparameters_of_any_class(stage):
 
 
 class RenamedModule(MLPModule):
-    """Its layers had another name when saved; a hook renames, deletes and changes entries."""
+    """A module whose layers were renamed since; its hook reads, renames, deletes and changes."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -95,7 +95,7 @@ def test_hooks_read_rename_delete_and_change_what_is_loaded(stage):
 
 
 class NotedIO(TorchCheckpointIO):
-    """Records its calls."""
+    """A CheckpointIO that records its calls."""
 
     def __init__(self):
         super().__init__()
@@ -138,7 +138,7 @@ def test_a_custom_checkpoint_io_writes_and_reads(stage, is_async):
 
 
 class KeepingModule(MLPModule):
-    """Stores a tensor in the checkpoint, and keeps the loaded one."""
+    """A module that saves a tensor, and keeps the loaded one."""
 
     def on_save_checkpoint(self, checkpoint):
         checkpoint["kept"] = torch.arange(5.0)

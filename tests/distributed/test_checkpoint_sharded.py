@@ -581,7 +581,7 @@ def test_a_link_to_an_incomplete_checkpoint_is_warned_of():
         enable_checkpointing=True,
         callbacks=[ModelCheckpoint(save_last="link")],
     )
-    with pytest.warns(UserWarning, match="leaves a link to nothing"):
+    with pytest.warns(UserWarning, match="leaves a dangling link"):
         strategy._saving.check_callbacks(trainer, is_sharded=True)
 
 
@@ -619,7 +619,7 @@ def test_settings_that_do_not_fit_are_errors_at_construction():
 
     with pytest.raises(ValueError, match="checkpoint must be one of"):
         ZeroStrategy(checkpoint="split")
-    with pytest.raises(ValueError, match="async_save needs the sharded form"):
+    with pytest.raises(ValueError, match="async_save needs sharded checkpoints"):
         ZeroStrategy(checkpoint="full", async_save=True)
     with pytest.raises(ValueError, match="would not use AsyncCheckpointIO"):
         ZeroStrategy(checkpoint="sharded", checkpoint_io=AsyncCheckpointIO())

@@ -98,7 +98,7 @@ MODELS = {
     ),
     "no values on one rank": (
         lambda rank: on_meta() if rank else layers(4, 8, 4),
-        r"parameter 0\.weight: values is there on rank 0 and none yet \(meta device\) on rank 1",
+        r"parameter 0\.weight: value is set on rank 0 and not set yet \(meta device\) on rank 1",
     ),
 }
 

@@ -386,7 +386,7 @@ def test_after_close_module_and_optimizer_go_on_in_plain_torch(stage):
 
 
 class Unlucky(nn.Module):
-    """Raises in the forward or the backward when it is told to."""
+    """Raises in the forward or the backward on request."""
 
     def __init__(self):
         super().__init__()
@@ -447,7 +447,7 @@ def test_ranks_without_a_process_group_are_an_error():
 
 
 class Chunked(nn.Module):
-    """Its caller runs the head, chunk by chunk."""
+    """A module whose caller runs the head, chunk by chunk."""
 
     def __init__(self):
         super().__init__()
@@ -514,7 +514,7 @@ def test_parts_of_the_module_are_called_within_forward_context(stage):
 
 
 class UsesAgain(nn.Module):
-    """Calls blocks again, `order` by index, on their own outputs with nothing between."""
+    """Calls blocks repeatedly on their own outputs; `order` has their indices."""
 
     def __init__(self, order):
         super().__init__()
@@ -554,7 +554,7 @@ def test_a_block_that_takes_its_own_output_learns_as_in_one_process(order, leaf_
 
 
 class _Nothing(nn.Module):
-    """Keeps what it computes, and returns nothing."""
+    """Keeps its result, and returns None."""
 
     def __init__(self):
         super().__init__()
@@ -575,7 +575,7 @@ def _penalise(rank, world_size, stage):
     def loss_of(module):
         try:
             raise ArithmeticError
-        except ArithmeticError:  # which is no failure of the call
+        except ArithmeticError:  # an error that the module expects
             module(x)
         loss = module.loss
         with torch.no_grad():
@@ -602,7 +602,7 @@ def test_a_forward_without_gradients_comes_between_one_with_and_its_loss(stage):
 
 
 class _Marker:
-    """Lives as long as its node of the graph."""
+    """An object that lives as long as its node of the graph."""
 
 
 class _Marked(torch.autograd.Function):

@@ -20,7 +20,7 @@ from tests.models import ConvModule, GPTModule, MLPModule
 
 
 class IndexModule(MLPModule):
-    """A loader without sampler; records which samples came."""
+    """A loader without sampler; records its samples."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
@@ -93,7 +93,7 @@ def test_sync_dist_gives_the_mean_of_all_ranks_on_each(stage):
 
 
 class SyncWitness(Callback):
-    """Which normalization the module has when fit starts."""
+    """Class of the module's normalization when fit starts."""
 
     def on_fit_start(self, trainer, pl_module):
         self.kinds = {type(m) for m in pl_module.modules() if "Norm" in type(m).__name__}
@@ -142,7 +142,7 @@ class InferenceWitness(Callback):
 
 
 class _NotGloo:
-    """torch.distributed, except that its backend is called NCCL: there Lightning infers."""
+    """torch.distributed with a backend named NCCL, for which Lightning uses inference mode."""
 
     def __getattr__(self, name):
         return getattr(torch.distributed, name)
@@ -176,11 +176,11 @@ def test_evaluation_before_and_after_fit_and_a_second_fit_equal_ddp(model, stage
     factory = partial(model, ranks=2)
     ours = run_ranks(2, _life, settings(stage), factory, has_group=False)
     reference = run_once(2, _life, "ddp", factory)
-    for (metrics, predictions, state, _), (expected, whole, final, _) in zip(
+    for (metrics, predictions, state, _), (expected, predicted, final, _) in zip(
         ours, reference, strict=True
     ):
         np.testing.assert_allclose(metrics, expected, rtol=1e-6)
-        for one, other in zip(predictions, whole, strict=True):
+        for one, other in zip(predictions, predicted, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
         for name, value in final.items():
             np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -220,7 +220,7 @@ def _shape(module):
 
 
 def _traces(module):
-    """What a strategy may leave behind on a module: hooks, methods, attributes of parameters."""
+    """Traces of a strategy on a module: hooks, methods, attributes of parameters."""
     traces = []
     for name, child in module.named_modules():
         for kind, value in vars(child).items():
@@ -268,7 +268,7 @@ def _check_after_fit(rank, world_size, spec):
     assert module.gpt.head.weight is module.gpt.tokens.weight
     file = io.BytesIO()
     torch.save(clone.gpt.norm.state_dict(), file)
-    assert file.tell() < 20_000, "a layer's file has the storage of the whole model"
+    assert file.tell() < 20_000, "a layer's file has the storage of the full model"
     return "good"
 
 

@@ -1,4 +1,4 @@
-"""How runs start and end: names, launchers, notebooks, Ctrl-C and LightningCLI."""
+"""Start and end of runs: names, launchers, notebooks, Ctrl-C and LightningCLI."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {f"zero{stage}{suffix}": stage for stage in (1, 2, 3) for suffix in ("",
 
 @contextlib.contextmanager
 def start(*command):
-    """Starts Python on `command` in a session of its own, which is killed at the end."""
+    """Starts Python on `command` in its own session, which is killed at the end."""
     lightning = ("MASTER_", "NODE_", "LOCAL_", "WORLD_", "RANK", "TORCHELASTIC")
     env = {k: v for k, v in os.environ.items() if not k.startswith(lightning)}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), env.get("PYTHONPATH", "")])
@@ -39,7 +39,7 @@ def start(*command):
         [sys.executable, *map(str, command)],
         env=env,
         start_new_session=True,
-        # A shell that runs the tests in the background has them, and what they start, ignore it.
+        # Tests in a background job ignore SIGINT, and so do their child processes.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -125,7 +125,7 @@ def test_a_second_trainer_with_other_devices_is_an_error(devices):
     assert (
         f"Trainer(devices={second}, num_nodes=1) expects {second} ranks, but an earlier" in output
     )
-    assert f"of this script has begun with {first}, and a script starts its ranks once" in output
+    assert f"of this script started {first}, and a script starts its ranks only once" in output
     assert "torchrun" not in output
 
 

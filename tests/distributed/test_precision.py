@@ -62,7 +62,7 @@ def test_fp16_mixed_on_cpu_becomes_bf16_with_a_warning():
 
 
 class OwnPrecision(Precision):
-    """What a user may have written."""
+    """A precision plugin of a user."""
 
     precision = "32-true"
 
@@ -153,7 +153,7 @@ def _resume(rank, world_size, factory, options, checkpoint):
 
 
 class Graph(nn.Module):
-    """Sums the embeddings of neighbours with an operation that casts nothing."""
+    """Sums the embeddings of adjacent nodes with an operation that autocast does not cast."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +253,7 @@ def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
 
 
 class KeepingModule(Recorder):
-    """Names parts to be kept in float32, as models of transformers do."""
+    """A module that names parts to keep in float32, as models of transformers do."""
 
     _keep_in_fp32_modules_strict = ("first",)
     _keep_in_fp32_modules = ("last",)
@@ -262,7 +262,7 @@ class KeepingModule(Recorder):
         super().__init__(**kwargs)
         self.first, self.middle = nn.Linear(8, 4), nn.Linear(4, 4)
         self.last = nn.Linear(4, 3)
-        nn.init.constant_(self.first.weight, 1 / 3)  # not a number of 16 bits
+        nn.init.constant_(self.first.weight, 1 / 3)  # not representable in 16 bits
 
     def part_loss(self, part, rank):
         assert float(self.first.weight.detach().max()) == pytest.approx(1 / 3, rel=1e-6)
@@ -345,7 +345,7 @@ class OverflowModule(MLPModule):
 
 
 class ScaleRecorder(Callback):
-    """The scale after each batch, seen where a user sees it."""
+    """Records the scale after each batch."""
 
     def __init__(self):
         self.scales = []

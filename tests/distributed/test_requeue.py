@@ -1,4 +1,4 @@
-"""The signal of SLURM: where the ranks stop, what they save, and that nothing happens twice.
+"""Requeueing after SLURM's signal: where ranks stop, what they save, and that no step is repeated.
 
 srun's variables and `scontrol` are stand-ins here; tests/slurm has the real ones.
 """
@@ -37,7 +37,7 @@ class Module(GPTModule):
 
 
 class Signalled(Callback):
-    """One rank gets the signal in the middle of a batch; each notes what happens to it."""
+    """Sends the signal to one rank in the middle of a batch; each rank records its events."""
 
     def __init__(self, at, signum, on_rank):
         self.at, self.signum, self.on_rank = at, signum, on_rank
@@ -75,7 +75,7 @@ def write_scontrol(state="RUNNING", error=""):
 
 
 def run(rank, witness, options, *, restarts=0):
-    os.environ.pop("LIGHTNING_ZERO_NUM_FITS", None)  # as a new process
+    os.environ.pop("LIGHTNING_ZERO_NUM_FITS", None)  # as in a new process
     os.environ["SLURM_RESTART_COUNT"] = str(restarts)
     if options.get("plugins") == "async":
         options = {**options, "plugins": [AsyncCheckpointIO()]}
@@ -178,7 +178,7 @@ def test_sigterm_of_a_cancelled_job_saves_and_does_not_requeue():
 def _not_queued(rank, world_size):
     if rank == 0:
         write_scontrol(error="Requested operation is presently disabled")
-    # As Python says of handlers that something else has installed before it started.
+    # Python returns None for handlers that were installed before it started.
     signal.getsignal = lambda signum: None
     witness = Signalled(2, SIGUSR1, on_rank=0)
     with warnings.catch_warnings(record=True) as seen:
@@ -190,9 +190,9 @@ def _not_queued(rank, world_size):
 def test_a_job_that_cannot_be_requeued_logs_the_reason_and_trains_on():
     (num_losses, warned), (other, _) = run_ranks(2, _not_queued, has_group=False)
     assert num_losses == other == 12
-    (told,) = [text for text in warned if "not requeued" in text]
-    assert "scontrol requeue 1: Requested operation is presently disabled" in told
-    assert "trains on" in told
+    (warning,) = [text for text in warned if "not requeued" in text]
+    assert "scontrol requeue 1: Requested operation is presently disabled" in warning
+    assert "continues to train" in warning
 
 
 def _on_another_node(rank, world_size):
@@ -200,7 +200,7 @@ def _on_another_node(rank, world_size):
         write_scontrol()
     first = Signalled(1, SIGUSR1, on_rank=0)
     run(rank, first, {})
-    # The file system of rank 1's node does not show the file yet: it must not begin anew.
+    # The file system of rank 1's node does not show the file yet: it must not start from scratch.
     options = {} if rank == 0 else {"default_root_dir": f"{os.getcwd()}/late"}
     second = Signalled(None, None, None)
     run(rank, second, options, restarts=1)
@@ -208,7 +208,7 @@ def _on_another_node(rank, world_size):
         warnings.simplefilter("always")
         run(rank, Signalled(None, None, None), {"max_epochs": 1}, restarts=2)
     texts = [str(warning.message) for warning in seen]
-    return len(first.losses + second.losses), [t for t in texts if "started this job again" in t]
+    return len(first.losses + second.losses), [t for t in texts if "SLURM restarted this job" in t]
 
 
 def test_ranks_go_on_from_what_rank_0_sees_and_it_warns_where_there_is_nothing():
@@ -216,7 +216,7 @@ def test_ranks_go_on_from_what_rank_0_sees_and_it_warns_where_there_is_nothing()
     assert num_losses == other == 12
     (text,) = warned
     assert "SLURM_RESTART_COUNT=2" in text
-    assert "requeue-1-0.ckpt is not there: the fit begins anew" in text
+    assert "requeue-1-0.ckpt does not exist: fit starts from scratch" in text
     assert not none
 
 

@@ -1,4 +1,4 @@
-"""Where a run begins that is to go on from "last" or "newest"."""
+"""Resuming from "last" or "newest"."""
 
 import os
 from pathlib import Path
@@ -30,15 +30,15 @@ def _fit(rank, form, dirpath, ckpt_path, max_epochs):
 
 
 def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
-    """`last.ckpt` is set aside by a save that was killed."""
-    assert _fit(rank, form, dirpath, asked, 1) == 0  # nothing is there yet: from the beginning
+    """A killed save has moved `last.ckpt` aside."""
+    assert _fit(rank, form, dirpath, asked, 1) == 0  # no checkpoint yet: starts from scratch
     folder = Path(dirpath or "checkpoints")
     if rank == 0:
         last = folder / "last.ckpt"
         os.rename(last, temporary_path(last, "replaced"))
         if asked == "newest":
             for path in folder.glob("epoch*"):
-                os.rename(path, f"elsewhere-{path.name}")
+                os.rename(path, f"moved-{path.name}")
         temporary_path(last, "removed").mkdir()
     starts = _fit(rank, form, dirpath, asked, 2)
     if asked == "newest":

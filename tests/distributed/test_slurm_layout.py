@@ -1,4 +1,4 @@
-"""What SLURM says of its layout is believed and compared; srun itself is not started here."""
+"""SLURM's layout variables are compared with the Trainer; srun itself is not started."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ PartitionName=urgent Nodes=ALL MaxTime=60 State=UP PriorityTier=10 PreemptMode=O
 
 
 def why_no_slurm() -> str | None:
-    """The reason why this machine cannot have a cluster; None where it can."""
+    """Reason why this machine cannot run a cluster; None if it can."""
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         return f"needs {', '.join(missing)} (apt-get install {PACKAGES})"
@@ -92,7 +92,7 @@ class Cluster:
     def run(
         self, *words: str, check: bool = True, timeout_s: float = 20.0, cwd: Path | None = None
     ) -> str:
-        """Output of a command of SLURM's."""
+        """Runs a SLURM command and returns its output."""
         done = subprocess.run(
             words, env=self.environment, capture_output=True, text=True, timeout=timeout_s, cwd=cwd
         )
@@ -100,7 +100,7 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, script: str, *options: str, cwd: Path, **variables: str) -> str:
-        """Puts a batch script in the queue; its job id. Output goes to `cwd/JOB.out`."""
+        """Submits a batch script and returns its job id. Output is in `cwd/JOB.out`."""
         path = cwd / f"script-{secrets.token_hex(4)}.sbatch"
         path.write_text(script)
         exports = ["ALL", *(f"{name}={value}" for name, value in variables.items())]
@@ -117,7 +117,7 @@ class Cluster:
         return found[1]
 
     def wait(self, job: str, timeout_s: float, states: Sequence[str] = ("COMPLETED",)) -> None:
-        """Until the job has ended, in one of `states`."""
+        """Waits until the job has ended in one of `states`."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "BOOT_FAIL")
         state = wait_for(
             lambda: (s := self.field(job, "JobState")) in ended and s,
@@ -127,7 +127,7 @@ class Cluster:
         assert state in states, f"job {job} is {state}\n{self.output(job)}"
 
     def output(self, job: str) -> str:
-        """What the job has written."""
+        """Output of the job."""
         path = Path(self.field(job, "StdOut"))
         return path.read_text(errors="replace") if path.exists() else ""
 
@@ -135,7 +135,7 @@ class Cluster:
 def wait_for(
     condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] = str
 ) -> object:
-    """Polls until `condition` holds; its value."""
+    """Polls until `condition` holds; returns its value."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {explain()}"
@@ -145,7 +145,7 @@ def wait_for(
 
 @contextlib.contextmanager
 def cluster(folder: Path, num_nodes: int = 2) -> Iterator[Cluster]:
-    """Starts it, and stops it with everything that runs on it, by pid.
+    """Starts a cluster, and stops it with all its processes, by pid.
 
     Args:
         folder: Empty, and below nothing that others can write to; munged insists on it.

@@ -1,4 +1,4 @@
-"""One cluster for all tests of this folder; each test has a folder that its nodes see too."""
+"""One cluster for all tests of this folder; each test has a folder that the nodes share."""
 
 import tempfile
 from pathlib import Path

@@ -22,7 +22,7 @@ SMALL = [
     "data.context=32",
     "model=tiny",
 ]
-# What the scripts ask for and these nodes do not have: GPUs, and more than two processors.
+# Resources of the scripts that these nodes lack: GPUs, and more than two processors.
 LAYOUT = ["--gpus-per-node=0", "--cpus-per-task=1", "--time=10", "--tmp=0"]
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

@@ -30,7 +30,7 @@ def batch_script(*arguments, launcher="srun", before=""):
 
 
 def saved(folder):
-    """Of each rank: whole parameters, and the losses of all runs."""
+    """Full parameters, and losses of all runs, of each rank."""
     files = sorted(Path(folder).glob("rank*.npz"))
     losses = [np.loadtxt(file) for file in sorted(Path(folder).glob("losses-*"))]
     return [{"losses": seen, **np.load(file)} for seen, file in zip(losses, files, strict=True)]

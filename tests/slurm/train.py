@@ -23,7 +23,7 @@ from tests.models import GPTModule
 
 
 class Module(GPTModule):
-    """Its batches go on where a checkpoint was saved."""
+    """A module whose batches continue where a checkpoint was saved."""
 
     def train_dataloader(self):
         world_size = self.trainer.world_size
@@ -36,7 +36,7 @@ class Module(GPTModule):
 
 
 class Notes(Callback):
-    """What happened on each rank, as lines of files, over all runs."""
+    """Records events of each rank over all runs, as lines of a file."""
 
     def __init__(self, folder):
         self.folder = folder
