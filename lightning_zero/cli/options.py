@@ -154,7 +154,12 @@ def _add_export(subparsers: _Subparsers) -> None:
     ).add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("out", metavar="OUT")
-    add("--format", choices=["safetensors", "ckpt", "dcp"], default="safetensors")
+    add(
+        "--format",
+        choices=["safetensors", "ckpt", "dcp"],
+        default="safetensors",
+        help="format of OUT (default: %(default)s)",
+    )
     add("--dtype", choices=["bf16", "fp16", "fp32"], help="cast floating-point weights")
     max_size = "largest size of a safetensors file, such as 500MB (default: 5GiB)"
     add("--max-shard-size", type=_bytes, metavar="SIZE", help=max_size)
@@ -297,7 +302,7 @@ def _add_trace(subparsers: _Subparsers) -> None:
         help="show compute, communication and waits of a step",
         description="Merges the recordings of all ranks of a step, made by the callback "
         "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
-        "chrome://tracing and a plot. Prints hidden and exposed communication.",
+        "chrome://tracing and a plot. Prints how much communication was hidden behind compute.",
         allow_abbrev=False,
     ).add_argument
     add("run_directory", metavar="RUN", type=Path, help="directory of the run")

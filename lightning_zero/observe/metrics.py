@@ -195,7 +195,7 @@ def _kind_metrics(kind: Kind) -> dict[str, Metric]:
 
 
 def aggregate_ranks(
-    keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
+    keys: Iterable[str], by_rank: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Aggregates the metrics of a step over ranks.
 
@@ -204,16 +204,16 @@ def aggregate_ranks(
 
     Args:
         keys: Keys of `make_metrics`.
-        everyone: Values by rank and key.
+        by_rank: Values by rank and key.
         has_spread: Whether to log `/min` and `/max_rank` (the rank with the maximum), too.
 
     Returns:
         The metrics to log, and the mean over ranks of each key. For control-plane rounds the
         minimum replaces the mean: it is their duration; longer waits are skew.
     """
-    columns = dict(zip(keys, zip(*everyone, strict=True), strict=True))
+    columns = dict(zip(keys, zip(*by_rank, strict=True), strict=True))
     means = {key: fmean(values) for key, values in columns.items()}
-    if len(everyone) == 1:
+    if len(by_rank) == 1:
         return dict(means), means
     logged: dict[str, float] = {}
     for key, values in columns.items():
@@ -366,9 +366,9 @@ class Speed:
     mfu: float  # model FLOPs utilization: share of the device's peak
 
     @classmethod
-    def from_counts(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
+    def from_counts(cls, by_rank: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
         """Throughput from the counts of each rank, and `peak_flops`."""
-        counts = [Counts(*rank) for rank in everyone]
+        counts = [Counts(*rank) for rank in by_rank]
         seconds = max(rank.seconds for rank in counts) or math.nan
         flops = sum(rank.flops for rank in counts) / len(counts) / seconds
         return cls(

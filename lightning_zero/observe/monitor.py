@@ -341,11 +341,10 @@ class Windows:
         self.traces = sorted({step for step in config.trace_steps if step >= num_steps})
         self.is_open = self._is_traced = False
         # Batches before the one that ended the step of the open window; None: it has not ended.
-        self._over: int | None = None
-        self._ended: Window | None = None  # by `close`
-        self._first: int | None = (
-            None  # optimizer steps before the current step; None between steps
-        )
+        self._end_batch: int | None = None
+        self._ended_window: Window | None = None  # by `close`
+        # Optimizer steps before the current step; None between steps.
+        self._first_step: int | None = None
         self._stride = 1  # optimizer steps in the last step
 
     def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
@@ -358,9 +357,9 @@ class Windows:
         Returns:
             The window that ended, here or in `close`.
         """
-        if self._first is not None:
+        if self._first_step is not None:
             return None  # a further micro-batch
-        self._first = num_steps
+        self._first_step = num_steps
         window = self.take()
         if self._is_due(num_batches, num_steps):
             self._is_traced = self._is_to_trace(num_steps)
@@ -377,11 +376,11 @@ class Windows:
 
     def after_batch(self, num_batches: int, num_steps: int) -> None:
         """Checks whether the step has ended; `num_batches` had a step before this batch."""
-        if self._first is None or num_steps == self._first:
+        if self._first_step is None or num_steps == self._first_step:
             return
-        self._stride, self._first = num_steps - self._first, None
+        self._stride, self._first_step = num_steps - self._first_step, None
         if self.is_open:
-            self._over = num_batches
+            self._end_batch = num_batches
             self.traces = [step for step in self.traces if step >= num_steps]
             if self._every:
                 self._multiples = (num_batches + 1) // self._every
@@ -392,18 +391,18 @@ class Windows:
         Returns:
             Whether a window was dropped because its step had not ended.
         """
-        if self._over is not None:
-            self._ended = self.take()
+        if self._end_batch is not None:
+            self._ended_window = self.take()
         is_dropped, self.is_open = self.is_open, False
         self.stop()
         return is_dropped
 
     def take(self) -> Window | None:
         """Returns the window whose step has ended, and ends it unless `close` has."""
-        window, self._ended = self._ended, None
-        if self._over is not None:
-            window = Window(self._recorder.end(), self._over, self._is_traced)
-            self.is_open, self._over = False, None
+        window, self._ended_window = self._ended_window, None
+        if self._end_batch is not None:
+            window = Window(self._recorder.end(), self._end_batch, self._is_traced)
+            self.is_open, self._end_batch = False, None
         return window
 
     def stop(self) -> None:
@@ -469,13 +468,14 @@ class FitMonitor:
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
         self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
-        self._kinds += [Kind.STEP] * overlaps
+        if overlaps:
+            self._kinds.append(Kind.STEP)
         self._num_steps = progress[1]
         self._memory: MemoryReport | None = None  # of the open window
         self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
         self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
         self._num_recorded = 0  # steps in `_sums`
-        self._has_seen = False
+        self._has_logged_memory = False
         self._is_first = True  # whether the current or last step is the first one
 
     def before_batch(self, num_batches: int, num_steps: int) -> RecordedStep | None:
@@ -556,17 +556,17 @@ class FitMonitor:
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
         counts = self.throughput.lap()  # exact: the device is idle at the end of a window
-        everyone = comm.control.gather_floats([*own, *counts])
-        measured = [rank[: len(own)] for rank in everyone]
+        by_rank = comm.control.gather_floats([*own, *counts])
+        measured = [rank[: len(own)] for rank in by_rank]
         logged, means = aggregate_ranks(self._metrics, measured, has_spread=self._has_spread)
         logged |= Speed.from_counts(
-            [rank[len(own) :] for rank in everyone], self._peak_flops
+            [rank[len(own) :] for rank in by_rank], self._peak_flops
         ).metrics()
         memory: list[MemoryReport] = []
-        if not self._has_seen:
-            memory, self._has_seen = comm.control.collect_objects(report), True
+        if not self._has_logged_memory:
+            memory, self._has_logged_memory = comm.control.collect_objects(report), True
         if window.is_traced:
-            self._keep(comm.control.collect_objects(window.recording))
+            self._write_recordings(comm.control.collect_objects(window.recording))
         if self._has_grad_norms and self._memory is not None:
             logged |= self._grad_norm_metrics()
         self._memory, self._norms = None, {}
@@ -586,7 +586,7 @@ class FitMonitor:
         logged["total"] = math.hypot(*norms.values())
         return {f"zero/grad_norm/{name}": norm for name, norm in logged.items()}
 
-    def _keep(self, recordings: list[Recording]) -> None:
+    def _write_recordings(self, recordings: list[Recording]) -> None:
         if not recordings:
             return  # not rank 0
         self.traced.append(recordings)

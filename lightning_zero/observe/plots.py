@@ -308,18 +308,18 @@ def lay_out_rank(recording: Recording, top: float, scale: Scale) -> RankBlock:
     for wait in waits:
         lane = "step" if _is_of_step(wait, visible) else "compute"
         waits_on[lane].append(wait)
-    strips: list[LaneBox] = []
+    boxes: list[LaneBox] = []
     bars: list[Bar] = []
     y = top + _HEAD
     for name, rows in lanes_of(visible).items():
         if name == "waits":  # drawn on the lane that waits
             continue
-        strips.append(LaneBox(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
+        boxes.append(LaneBox(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
         lane_waits = waits_on.get(name, [])
-        bars += _bars(rows, strips[-1], lane_waits, scale)
-        bars += [_bar(wait, y, strips[-1].bottom - y, (), scale) for wait in lane_waits]
-        y = strips[-1].bottom + _GAP
-    return RankBlock(recording, top, y - _GAP / 2, tuple(strips), tuple(bars), waits)
+        bars += _bars(rows, boxes[-1], lane_waits, scale)
+        bars += [_bar(wait, y, boxes[-1].bottom - y, (), scale) for wait in lane_waits]
+        y = boxes[-1].bottom + _GAP
+    return RankBlock(recording, top, y - _GAP / 2, tuple(boxes), tuple(bars), waits)
 
 
 def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
@@ -337,13 +337,13 @@ def _is_of_step(wait: Span, visible: Recording) -> bool:
     return Kind.STEP in around and not around & {Kind.FORWARD, Kind.BACKWARD}
 
 
-def _bars(rows: Rows, strip: LaneBox, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
-    height = (strip.bottom - strip.top) / len(rows)
+def _bars(rows: Rows, box: LaneBox, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
+    height = (box.bottom - box.top) / len(rows)
     for number, row in enumerate(rows):
         for index, span in enumerate(row):
             # In a row, the spans inside a span come right after it.
             contains = index + 1 < len(row) and row[index + 1].start_s < span.stop_s
-            bar = _bar(span, strip.top + number * height, height, waits, scale)
+            bar = _bar(span, box.top + number * height, height, waits, scale)
             if contains:
                 bar = dataclasses.replace(bar, text="", is_outer=not span.name)
             yield bar

@@ -89,14 +89,15 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
             name = f"{state.value} ({tier})" if len(tiers) > 1 else state.value
             ranks = [report.tiers.get(tier, {}).get(state, 0) for report in reports]
             # Plain data parallel keeps everything on the first tier, the device.
-            alone = reports[0].data_parallel.get(state, 0) if tier == tiers[0] else 0
-            columns[name] = [*ranks, alone]
+            replicated = reports[0].data_parallel.get(state, 0) if tier == tiers[0] else 0
+            columns[name] = [*ranks, replicated]
     columns["total"] = [sum(row) for row in zip(*columns.values(), strict=True)]
     labels = [f"rank {rank}" for rank in range(len(reports))]
     if len(reports) > _MAX_NUM_RANKS:
         labels = [f"min of {len(reports)} ranks", f"max of {len(reports)} ranks"]
         columns = {
-            name: [min(ranks), max(ranks), alone] for name, (*ranks, alone) in columns.items()
+            name: [min(ranks), max(ranks), replicated]
+            for name, (*ranks, replicated) in columns.items()
         }
     if len(tiers) > 1:
         columns = {name: c for name, c in columns.items() if any(c) or name == "total"}
@@ -131,8 +132,9 @@ class TransferStats:
         """Statistics from the means of a step by metric; 0 where there is no metric."""
         ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
         name = "optimizer" if kind is Kind.STEP else kind.value
-        keys = ([f"zero/{part}/{name}{end}" for part in ("comm", "tier", "time")] for end in ends)
-        return cls(name, *(sum(means.get(key, 0.0) for key in both) for both in keys))
+        parts = ("comm", "tier", "time")  # the metrics of a kind are in one of these
+        keys = ([f"zero/{part}/{name}{end}" for part in parts] for end in ends)
+        return cls(name, *(sum(means.get(key, 0.0) for key in of_end) for of_end in keys))
 
     @property
     def gib_per_s(self) -> float:
@@ -196,7 +198,7 @@ class JobReport:
                 yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last rank"
             if self.is_on_cpu:
                 yield paragraph(
-                    "on CPU the end of a collective is only seen when it is waited for: hidden "
+                    "on CPU the end of a collective is only seen when it is waited for, so hidden "
                     "time is an upper bound, and rates (>=) are lower bounds"
                 )
 

@@ -124,16 +124,16 @@ def trace_step(
                 with under, torch.enable_grad():
                     loss = step(module.train())
                 saved_bytes = recorder.counter.live
-                recorder.take(Event.BEGIN_BACKWARD)
+                recorder.record(Event.BEGIN_BACKWARD)
                 loss.backward()
                 del loss
-                recorder.take(Event.FINALIZE_BACKWARD)
+                recorder.record(Event.FINALIZE_BACKWARD)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ValueError(
                 f"one step of {type(module).__name__} cannot be traced on fake tensors "
-                f"({type(error).__name__}: {text[:300]}); plan without activations, or give "
-                "inputs of the right shape."
+                f"({type(error).__name__}: {text[:300]}); pass inputs of the right "
+                "shape, or plan without activations."
             ) from error
         finally:
             for child, mode in was_training.items():
@@ -180,7 +180,7 @@ class _TraceRecorder:
         self.moments: list[TraceMoment] = []
         self.counter = _Counter()
 
-    def take(self, event: Event, name: str = "", *, is_awaited: bool = False) -> None:
+    def record(self, event: Event, name: str = "", *, is_awaited: bool = False) -> None:
         """Records an event at this moment."""
         counter = self.counter
         moment = TraceMoment(event, name, counter.live, counter.high, is_awaited)
@@ -228,13 +228,13 @@ def _hooked(
     for name in units:
         if name:
             child = module.get_submodule(name)
-            before, after = _before(name, recorder), _after(name, recorder)
-            handles.append(child.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(child.register_forward_hook(after))
+            pre = _pre_forward_hook(name, recorder)
+            handles.append(child.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            handles.append(child.register_forward_hook(_post_forward_hook(name, recorder)))
     for name, parameter in parameters_by_name(module).items():
         recorder.counter.ignore(parameter)
         if parameter.requires_grad:
-            hook = _on_gradient(name, recorder)
+            hook = _gradient_hook(name, recorder)
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     for buffer in module.buffers():
         recorder.counter.ignore(buffer)
@@ -247,30 +247,30 @@ def _hooked(
             handle.remove()
 
 
-def _before(name: str, recorder: _TraceRecorder) -> Any:
+def _pre_forward_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
         inputs = [t for t in leaves if _requires_grad(t) and not t.is_leaf]
-        recorder.take(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
+        recorder.record(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.POST_BACKWARD, name))
+            register_multi_grad_hook(inputs, lambda _: recorder.record(Event.POST_BACKWARD, name))
 
     return hook
 
 
-def _after(name: str, recorder: _TraceRecorder) -> Any:
+def _post_forward_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, output: Any) -> None:
-        recorder.take(Event.POST_FORWARD, name)
+        recorder.record(Event.POST_FORWARD, name)
         for leaf in tree_leaves(output):
             if _requires_grad(leaf) and not leaf.is_leaf:
-                leaf.register_hook(lambda _: recorder.take(Event.PRE_BACKWARD, name))
+                leaf.register_hook(lambda _: recorder.record(Event.PRE_BACKWARD, name))
 
     return hook
 
 
-def _on_gradient(name: str, recorder: _TraceRecorder) -> Any:
+def _gradient_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(parameter: nn.Parameter) -> None:
-        recorder.take(Event.GRAD, name)
+        recorder.record(Event.GRAD, name)
         parameter.grad = None  # the engine copies it to a bucket
         recorder.counter.high = recorder.counter.live
 
@@ -366,27 +366,29 @@ def extrapolate_trace(
     """
     count = len(repeats.children)
     gone = [repeats.name(index) for index in range(_NUM_RUN, count)]
-    with _without(module.get_submodule(repeats.container), repeats.children[_NUM_RUN:]):
+    with _without_children(module.get_submodule(repeats.container), repeats.children[_NUM_RUN:]):
         try:
             trace = run(gone)
         except ValueError:
             return None
     split = next(i for i, m in enumerate(trace.moments) if m.event is Event.BEGIN_BACKWARD)
     forward, backward = trace.moments[:split], trace.moments[split:]
-    begins = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
-    returns = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
-    growth = _growth(forward, begins, repeats, 1)
-    if growth is None or _growth(backward, returns, repeats, -1) != -growth:
+    forward_starts = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
+    backward_starts = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
+    growth = _growth(forward, forward_starts, repeats, 1)
+    if growth is None or _growth(backward, backward_starts, repeats, -1) != -growth:
         return None
     more = count - _NUM_RUN
-    moments = list(forward[: begins[2]])
+    moments = list(forward[: forward_starts[2]])
     for shift in range(1, more + 1):
-        moments += _shifted(forward[begins[1] : begins[2]], repeats, shift, growth)
-    moments += _shifted(forward[begins[2] :], repeats, more, growth)
-    moments += _shifted(backward[: returns[0]], repeats, more, growth)
+        moments += _shifted(forward[forward_starts[1] : forward_starts[2]], repeats, shift, growth)
+    moments += _shifted(forward[forward_starts[2] :], repeats, more, growth)
+    moments += _shifted(backward[: backward_starts[0]], repeats, more, growth)
     for shift in range(more, 0, -1):
-        moments += _shifted(backward[returns[0] : returns[1]], repeats, shift, growth)
-    moments += backward[returns[0] :]
+        moments += _shifted(
+            backward[backward_starts[0] : backward_starts[1]], repeats, shift, growth
+        )
+    moments += backward[backward_starts[0] :]
     peak = max(moment.high_bytes for moment in moments)
     return StepTrace(tuple(moments), peak, trace.saved_bytes + more * growth)
 
@@ -415,11 +417,10 @@ def _growth(
     if moments[stop].live_bytes - moments[middle].live_bytes != growth:
         return None
     expected = _shifted(moments[start:middle], repeats, shift, growth * shift)
-    return (
-        growth
-        if _without_leading_peak(expected) == _without_leading_peak(moments[middle:stop])
-        else None
-    )
+    second = moments[middle:stop]
+    if _without_leading_peak(expected) != _without_leading_peak(second):
+        return None
+    return growth
 
 
 def _without_leading_peak(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
@@ -458,7 +459,7 @@ def _renamed(name: str, repeats: RepeatedBlocks, shift: int) -> str:
 
 
 @contextmanager
-def _without(container: nn.Module, children: Sequence[str]) -> Iterator[None]:
+def _without_children(container: nn.Module, children: Sequence[str]) -> Iterator[None]:
     """Removes children from a container inside the block."""
     saved = dict(container._modules)
     try:
