@@ -65,7 +65,7 @@ class ConvNet(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a trained correction of low rank."""
+    """A frozen layer with a trained low-rank adapter."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def a_llama(width: int = WIDTH) -> nn.Module:
 
 @dataclass(frozen=True)
 class Model:
-    """How to build it, and of what kind its inputs are."""
+    """A model: how to build it, and the kind of its inputs."""
 
     build: Callable[..., nn.Module]
     reads_tokens: bool
@@ -134,7 +134,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 
 
 def choices() -> list[ZeroConfig]:
-    """Every stage with every offload that it has."""
+    """Every stage with every offload it supports."""
     found = [ZeroConfig(stage=0, reduce_bucket_size=4000)]
     for stage in (1, 2, 3):
         for offload in OFFLOADS.values():
@@ -158,7 +158,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "sgd": _over_all(partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "adagrad": _over_all(torch.optim.Adagrad),
     "rmsprop": _over_all(torch.optim.RMSprop),
-    # These look at whole tensors.
+    # These step full tensors.
     "adafactor": _over_all(ADAFACTOR),
     "lamb": _over_all(Lamb),
     "rows": _over_all(Rows),

@@ -1,4 +1,4 @@
-"""Storage that several processes share, behind a protocol of fsspec: `store://`, in ./store."""
+"""Storage shared by several processes behind an fsspec protocol: `store://`, in ./store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Store", "register"]
 
 
 class Store(DirFileSystem):
-    """Files of a folder. Counts the bytes that are read, and can be made to fail."""
+    """File system of a directory that counts the bytes read and can simulate failures."""
 
     protocol = "store"
-    num_read = 0  # bytes that this process has read
-    broken = ""  # suffix of the names that cannot be written
+    num_read = 0  # bytes read by this process
+    broken = ""  # writing names with this suffix fails
 
     def __init__(self, **options: Any) -> None:
         local = LocalFileSystem(auto_mkdir=True, skip_instance_cache=True)

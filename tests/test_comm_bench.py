@@ -21,7 +21,7 @@ LOG = Path("../rank0.log")  # from the folder of the ranks
 
 
 def _alone(rank, world_size, arguments, is_killing=False):
-    """Started by no launcher: the status, what was printed, and the file of rates."""
+    """Runs without a launcher; returns status, output, content of the rates file, and seconds."""
     for name in elastic_environment(rank, world_size, 1):
         del os.environ[name]
     write_rates(Path("rates.json"), {"io_gb_per_s": 1.5})
@@ -58,7 +58,7 @@ def test_it_starts_ranks_measures_them_and_writes_rates_that_plan_reads(tmp_path
     assert read_rates(path) == {"io_gb_per_s": 1.5, "link_gb_per_s": rate}
     for more in (["--rates", str(path)], ["--link-gb-per-s", str(rate)]):
         assert main([*SMALL, *more]) == 0
-        choice = json.loads(capsys.readouterr().out)["choices"][0]  # nothing but the wire
+        choice = json.loads(capsys.readouterr().out)["choices"][0]  # transfers between ranks only
         expected = choice["step_bytes"]["wire"] / rate / 1e9
         assert choice["transfer_seconds"][1] == pytest.approx(expected)
 
@@ -79,12 +79,12 @@ def test_a_rank_that_dies_stops_the_others_and_is_reported():
         1, _alone, ["--devices", "2", "--seconds", "300"], True, has_group=False
     )
     assert status == 2
-    assert "rank 1 ended with SIGKILL" in printed or "waits for the others in vain" in printed
+    assert "rank 1 exited with SIGKILL" in printed or "timed out waiting for the others" in printed
     assert seconds < 40
 
 
 def _launched(rank, world_size, num_ranks, is_dying):
-    """Started as by torchrun, which has promised so many ranks: the status and the output."""
+    """Runs as under torchrun with `num_ranks` ranks; returns status and output."""
     os.environ["WORLD_SIZE"] = str(num_ranks)
     if is_dying and rank == 1:
         threading.Timer(1.0, lambda: os._exit(1)).start()
@@ -103,9 +103,9 @@ def test_ranks_that_a_launcher_has_started_measure_together():
 def test_a_dead_or_missing_rank_is_reported_under_a_launcher():
     ((status, printed),) = run_ranks(1, _launched, 2, False, has_group=False)
     assert status == 2
-    assert "rank 0 of 2 waits for the others in vain" in printed
+    assert "rank 0 of 2 timed out waiting for the others" in printed
     assert "within 5 s (--timeout)" in printed
-    with pytest.raises(RankError, match="rank 0 of 2 waits for the others in vain"):
+    with pytest.raises(RankError, match="rank 0 of 2 timed out waiting for the others"):
         run_ranks(2, _launched, 2, True, has_group=False)
 
 
@@ -129,8 +129,8 @@ def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
 @pytest.mark.parametrize(
     ("num_ranks", "arguments", "text"),
     [
-        (1, [], "one rank has no link to measure"),
-        (2, ["--devices", "2"], "--devices starts ranks, and a launcher has started 2"),
+        (1, [], "expected at least two ranks, got one"),
+        (2, ["--devices", "2"], "--devices starts ranks, but a launcher has already started 2"),
     ],
 )
 def test_the_ranks_of_a_launcher_are_validated(num_ranks, arguments, text, monkeypatch, capsys):
@@ -143,8 +143,8 @@ def test_the_ranks_of_a_launcher_are_validated(num_ranks, arguments, text, monke
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        ("link: 3", "is no JSON"),
-        ("[]", "must hold an object with link_gb_per_s, cpu_link_gb_per_s, io_gb_per_s, memory_gb"),
+        ("link: 3", "is not JSON"),
+        ("[]", "expected an object with link_gb_per_s, cpu_link_gb_per_s, io_gb_per_s, memory_gb"),
         ('{"link": 3}', "got {'link': 3}"),
         ('{"link_gb_per_s": "fast"}', "must be GB per second such as 25, got 'fast'"),
         ('{"io_gb_per_s": -1}', "must be GB per second such as 25, got -1"),

@@ -103,7 +103,7 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     for name in ("recordings/step_2_rank_1.json", "trace_step_2.png", "memory.png", "report.json"):
         assert (tmp_path / "zero" / name).is_file()
     assert f"{tmp_path}/zero/trace_step_2.png" in printed
-    assert "exposed is time for which the computation waited" in printed
+    assert "exposed: compute waited" in printed
     assert [line.split()[:2] for line in printed.splitlines() if line.startswith("rank ")] == [
         ["rank", "0"],
         ["rank", "1"],

@@ -1,4 +1,4 @@
-"""What a job says when it ends."""
+"""The report at the end of a job."""
 
 import json
 import math
@@ -45,8 +45,8 @@ def test_the_report_has_throughput_and_overlapped_communication():
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
     assert "agree 0.00 0.0% 1.00 1.0%" in rows
-    assert "all together 5.00 5.0%" in rows
-    assert "skew: the other ranks waited 2.00 ms (2.0%) for the last one" in rows
+    assert "total 5.00 5.0%" in rows
+    assert "skew: the other ranks waited 2.00 ms (2.0%) for the last rank" in rows
     assert len([row for row in rows if re.match(r"rank \d ", row)]) == 2
 
 
@@ -58,14 +58,14 @@ def test_rates_of_collectives_on_cpu_are_lower_bounds():
     text = report(is_on_cpu=True, transfers=transfers).text()
     assert "256.00  >= 12.5" in text
     assert ">= 2.5" not in text
-    assert "on CPU a collective ends where it is waited for" in text
+    assert "on CPU the end of a collective is only seen" in text
     assert "on CPU" not in report().text()
 
 
 def test_unknown_values_are_left_out_of_the_report():
     unknown = report(speed=Speed.from_counts([[10, 20, *[math.nan] * 3, 5.0]]), num_recorded=0)
     assert "2.00 steps/s, 4.00 batches/s (over" in unknown.text()
-    assert "no step after the first one was recorded" in unknown.text()
+    assert "no steps recorded after the first one" in unknown.text()
     assert "throughput" not in report(speed=Speed.from_counts([[0.0] * 6])).text()
 
 

@@ -1,4 +1,4 @@
-"""What MemoryTable prints."""
+"""The text of MemoryTable."""
 
 import contextlib
 import io
@@ -22,7 +22,7 @@ def cells(line):
 
 
 def table(tiers, ranks, data_parallel):
-    """From bytes by rank, tier and state."""
+    """Table of bytes by rank, tier and state."""
     reports = [
         MemoryReport(
             rank,
@@ -56,10 +56,10 @@ def fit(strategy):
 
 def test_the_table_is_printed_when_training_ends(capsys):
     (report,) = run_ranks(1, _fit_and_read, has_group=False)
-    header, rank, whole = report.strip().splitlines()[-3:]
-    assert cells(header) == "MiB at rest parameters gradients optimizer total ratio"
+    header, rank, replicated = report.strip().splitlines()[-3:]
+    assert cells(header) == "MiB between steps parameters gradients optimizer total ratio"
     assert rank.startswith("rank 0")
-    assert whole.startswith("plain data parallel")
+    assert replicated.startswith("plain data parallel")
 
 
 def _fit_and_read(rank, world_size):
@@ -83,19 +83,19 @@ def test_another_strategy_is_refused_before_training():
 
 def test_one_tier_needs_no_name_and_each_of_eight_ranks_has_a_row():
     text = table(["device"], [[[MIB, MIB, 2 * MIB]]] * 8, [8 * MIB, 8 * MIB, 16 * MIB])
-    header, *ranks, whole = text.splitlines()
-    assert cells(header) == "MiB at rest parameters gradients optimizer total ratio"
+    header, *ranks, replicated = text.splitlines()
+    assert cells(header) == "MiB between steps parameters gradients optimizer total ratio"
     assert [line.split()[:2] for line in ranks] == [["rank", str(rank)] for rank in range(8)]
     assert {line.split()[-1] for line in ranks} == {"0.125"}
-    assert whole.split()[-1] == "1.000"
+    assert replicated.split()[-1] == "1.000"
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
 def test_beyond_eight_ranks_the_least_and_the_most_are_shown():
     ranks = [[[MIB, MIB, rank * MIB]] for rank in range(100)]
-    header, least, most, _whole = table(["device"], ranks, [MIB, MIB, 100 * MIB]).splitlines()
-    assert cells(least) == "least of 100 ranks 1.00 1.00 0.00 2.00 0.020"
-    assert cells(most) == "most of 100 ranks 1.00 1.00 99.00 101.00 0.990"
+    header, least, most, _replicated = table(["device"], ranks, [MIB, MIB, 100 * MIB]).splitlines()
+    assert cells(least) == "min of 100 ranks 1.00 1.00 0.00 2.00 0.020"
+    assert cells(most) == "max of 100 ranks 1.00 1.00 99.00 101.00 0.990"
 
 
 def test_a_model_without_state_does_not_divide_by_zero():

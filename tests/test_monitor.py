@@ -1,4 +1,4 @@
-"""What ZeroMonitor counts, and when it records: without a training."""
+"""Metrics and windows of ZeroMonitor, without a training."""
 
 import math
 import mmap
@@ -150,7 +150,7 @@ def test_several_ranks_have_mean_and_max_or_also_min_and_max_rank(has_spread):
         {
             "zero/time/step_s": 2.0,
             "zero/wait/for_others_s": 0.5,
-            "zero/comm/agree_exposed_s": 0.1,  # the rest is skew
+            "zero/comm/agree_exposed_s": 0.1,  # more is skew
             "zero/straggler/rank": 1,
             "zero/straggler/skew_s": 0.6,
         }
@@ -166,7 +166,7 @@ def test_one_rank_has_plain_keys():
 
 
 class Loop:
-    """Trains nothing: tells a `Windows` what it would hear, and keeps what it answers."""
+    """Calls a `Windows` as a training would, and keeps the windows it returns."""
 
     def __init__(self, *, every=0, traces=(), start=0, stride=1, micro_batches=1):
         self.recorder = Recorder()
@@ -254,7 +254,7 @@ def test_a_step_is_recorded_until_the_next_one_begins_or_something_else_does():
     loop = Loop(every=1)
     for evaluates in (False, True, False):
         loop.step(evaluates=evaluates)
-        for _ in range(2):  # what the step has left to do
+        for _ in range(2):  # the rest of the step
             loop.recorder.span(Kind.WRITE, "", GIB).end()
     loop.run(0)
     assert loop.recorded == [0, 1, 2]
@@ -296,7 +296,7 @@ def test_a_lap_has_all_since_the_one_before_with_the_first_step(monkeypatch):
             clock.after_batch(torch.zeros(4, 8, dtype=torch.long), has_stepped=True)
         now[0] += 1.0  # until the device is idle
         assert clock.lap() == (3, 3, 12, 96, 96 * 6 * 9, 7.0)
-    module.flops_per_batch = 1000  # as Lightning's ThroughputMonitor is told
+    module.flops_per_batch = 1000  # the attribute that Lightning's ThroughputMonitor reads
     clock.after_batch(torch.zeros(4, 8), has_stepped=True)
     assert clock.lap().flops == 1000
     for wrong in ("1e12", -1, lambda: 1000):

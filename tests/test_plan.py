@@ -1,4 +1,4 @@
-"""How a module is cut into units and buckets; on the meta device, so nothing is allocated."""
+"""The plan of units and buckets of a module, on the meta device."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Holding(nn.Module):
-    """Blocks of one size, and something beside them."""
+    """Blocks of one size, and another layer."""
 
     def __init__(self, size, num_blocks):
         super().__init__()
@@ -84,7 +84,7 @@ def test_a_layer_among_equal_layers_is_one_unit_whatever_experts_it_holds():
 def test_a_block_in_two_lists_is_no_unit_twice():
     block = Block(4)
     lists = nn.ModuleList([nn.ModuleList([block, Block(4)]), nn.ModuleList([block, Block(4)])])
-    assert units_of(lambda: lists) == ["0.1", "1.1"]  # what is shared is the root's
+    assert units_of(lambda: lists) == ["0.1", "1.1"]  # shared parameters belong to the root
 
 
 def test_units_are_selected_by_class_by_class_name_or_by_pattern():
@@ -145,9 +145,9 @@ def test_a_repeated_block_is_one_bucket_of_any_size():
 
 def test_small_parameters_below_the_threshold_stay_unsharded():
     units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
-    whole = [b for b in units[1].buckets if not b.stage.shards_params]
+    unsharded = [b for b in units[1].buckets if not b.stage.shards_params]
     assert [
-        slot.name for bucket in whole for slot in bucket.layout.slots if slot.numel >= 1000
+        slot.name for bucket in unsharded for slot in bucket.layout.slots if slot.numel >= 1000
     ] == []
     assert any(bucket.stage.shards_params for bucket in units[1].buckets)
 
@@ -170,7 +170,7 @@ def test_batch_norm_keeps_the_dtype_of_its_statistics():
 
 
 class Mixed(nn.Module):
-    """Vectors beside matrices, a shared one, and layers of every kind that the rule tells apart."""
+    """Vectors, matrices, a shared parameter, and all kinds of layers that the rule distinguishes."""
 
     def __init__(self):
         super().__init__()
@@ -275,13 +275,14 @@ def test_frozen_parameters_are_on_the_tier_of_trained_ones():
 def test_half_of_the_bytes_are_offloaded_with_a_ratio_of_one_half():
     config = OffloadConfig("cpu", ratio=0.5)
     buckets = plan(gpt(), stage=2, reduce_bucket_size=40_000, offload_optimizer=config).buckets
-    away = sum(b.layout.shard_numel for b in buckets if b.tiers.optim is Tier.CPU)
-    whole = sum(b.layout.shard_numel for b in buckets)
-    assert abs(away / whole - 0.5) <= max(b.layout.shard_numel for b in buckets) / 2 / whole
+    offloaded = sum(b.layout.shard_numel for b in buckets if b.tiers.optim is Tier.CPU)
+    total = sum(b.layout.shard_numel for b in buckets)
+    assert abs(offloaded / total - 0.5) <= max(b.layout.shard_numel for b in buckets) / 2 / total
 
 
 def test_auto_counts_the_bytes_of_masters_and_moments_of_a_shard():
-    # Stage 3, bf16 parameters on 4 ranks: of each element 2 bytes PARAM, 12 OPTIM, 4 GRAD.
+    # Stage 3, bf16 parameters on 4 ranks. Bytes per element: 2 of parameters, 12 of optimizer
+    # state, 4 of gradients.
     (_, block, *_) = plan(gpt(), stage=3, param_dtype="bf16").buckets
     numel = block.layout.shard_numel
     settings = {"stage": 3, "param_dtype": "bf16"}
@@ -297,9 +298,9 @@ def test_auto_counts_the_bytes_of_masters_and_moments_of_a_shard():
     assert optim_tiers(root + 16 * numel - 1, 16 * numel) == [Tier.CPU, Tier.NVME, Tier.NVME]
 
 
-def whole_plan(module, whole, *, stage, world_size=8, **settings):
-    """Optimizer 0 steps `whole`, by whole tensors; optimizer 1 the rest."""
-    of = dict.fromkeys(module.parameters(), 1) | dict.fromkeys(whole, 0)
+def full_tensor_plan(module, owned, *, stage, world_size=8, **settings):
+    """Plan with optimizer 0 stepping `owned` as full tensors, and optimizer 1 the others."""
+    of = dict.fromkeys(module.parameters(), 1) | dict.fromkeys(owned, 0)
     config = ZeroConfig(stage=stage, **settings)
     return make_plan(module, config, world_size=world_size, optimizer_of=of, full_optimizers=[0])
 
@@ -311,17 +312,17 @@ def matrices(module):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_buckets_of_full_tensors_are_separate_and_balanced_over_ranks(stage):
     module = GPT(GPTConfig(vocab_size=512, context=16, width=64, num_layers=8, num_heads=2))
-    whole = matrices(module)
-    buckets = whole_plan(module, whole, stage=stage, reduce_bucket_size=10**5).buckets
+    owned = matrices(module)
+    buckets = full_tensor_plan(module, owned, stage=stage, reduce_bucket_size=10**5).buckets
     slots = [slot for bucket in buckets for slot in bucket.layout.slots]
-    names = {name for name, p in module.named_parameters() if any(p is w for w in whole)}
+    names = {name for name, p in module.named_parameters() if any(p is o for o in owned)}
     assert {slot.name for slot in slots if slot.owner is not None} == names
     for bucket in buckets:
         assert len({slot.owner is None for slot in bucket.layout.slots}) == 1
     loads = [sum(slot.numel for slot in slots if slot.owner == rank) for rank in range(8)]
-    assert max(loads) == min(loads) == sum(p.numel() for p in whole) // 8
-    at_rest = [sum(len(b.layout.shard(rank)) for b in buckets) for rank in range(8)]
-    assert max(at_rest) < 1.02 * sum(p.numel() for p in module.parameters()) / 8
+    assert max(loads) == min(loads) == sum(p.numel() for p in owned) // 8
+    stored = [sum(len(b.layout.shard(rank)) for b in buckets) for rank in range(8)]
+    assert max(stored) < 1.02 * sum(p.numel() for p in module.parameters()) / 8
 
 
 def test_parameters_without_an_optimizer_have_owners_if_another_optimizer_steps_full_tensors():
@@ -329,8 +330,8 @@ def test_parameters_without_an_optimizer_have_owners_if_another_optimizer_steps_
     of = dict.fromkeys(matrices(module), 0)
     config = ZeroConfig(stage=3)
     plans = [
-        make_plan(module, config, world_size=4, optimizer_of=of, full_optimizers=whole)
-        for whole in ([0], [])
+        make_plan(module, config, world_size=4, optimizer_of=of, full_optimizers=full)
+        for full in ([0], [])
     ]
     assert all(bucket.layout.has_tensor_owners for bucket in plans[0].buckets)
     assert not any(bucket.layout.has_tensor_owners for bucket in plans[1].buckets)
@@ -338,7 +339,7 @@ def test_parameters_without_an_optimizer_have_owners_if_another_optimizer_steps_
 
 def test_stage_0_has_no_tensor_owners_because_every_rank_steps_everything():
     module = gpt()
-    buckets = whole_plan(module, list(module.parameters()), stage=0).buckets
+    buckets = full_tensor_plan(module, list(module.parameters()), stage=0).buckets
     assert not any(bucket.layout.has_tensor_owners for bucket in buckets)
 
 

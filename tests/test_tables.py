@@ -1,11 +1,11 @@
-"""Text in columns, as wide as the terminal says."""
+"""Text in columns, fitted to the width of the terminal."""
 
 import pytest
 
 from lightning_zero.observe.tables import WIDTH, paragraph, table
 
 LINES = [
-    ["GiB", "offload", "at rest", "peak"],
+    ["GiB", "offload", "on GPUs", "peak"],
     ["stage3", "nvme, gradients too", "0.0", "70.5"],
     ["[red]", "", "44.9", "112"],
 ]
@@ -19,7 +19,7 @@ def columns(monkeypatch):
 def test_a_table_that_fits_has_one_line_for_each_row(columns):
     columns(80)
     assert table(LINES, left=(0, 1)).splitlines() == [
-        "GiB     offload              at rest  peak",
+        "GiB     offload              on GPUs  peak",
         "stage3  nvme, gradients too      0.0  70.5",
         "[red]                           44.9   112",
     ]
@@ -28,7 +28,7 @@ def test_a_table_that_fits_has_one_line_for_each_row(columns):
 def test_a_wide_table_is_narrowed_and_wrapped_between_words(columns):
     columns(27)
     assert table(LINES, left=(0, 1)).splitlines() == [
-        "GiB    offload   at rest peak",
+        "GiB    offload   on GPUs peak",
         "stage3 nvme,         0.0 70.5",
         "       gradients",
         "       too",

@@ -1,4 +1,4 @@
-"""One Weights & Biases run per job: ranks, sweeps, and jobs that start again. Offline."""
+"""One Weights & Biases run per job: with several ranks, in sweeps, after a restart. Offline."""
 
 import json
 import os

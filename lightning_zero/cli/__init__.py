@@ -1,8 +1,8 @@
-"""The command `lightning-zero`: one module for each subcommand, imported when it is to run.
+"""The command `lightning-zero`: one module for each subcommand, imported when it runs.
 
-May import every room; no room imports it. `options` says what may be typed, without torch, so that
-`--help` and mistakes are answered at once. `plan_result` shows what `plan` has found; `rates` are
-files of what was measured.
+May import every package; no package imports it. `options` declares all arguments without torch, so
+that `--help` and usage errors take no time. `plan_result` prints the result of `plan`; `rates`
+reads and writes files of measured bandwidths.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand.
 
     Args:
-        argv: Without the program's name. None: the process's own.
+        argv: Arguments without the program's name. None: those of the process.
 
     Returns:
-        0; 1 where something was found to be wrong; 2 where the command could not be carried out.
+        Exit status: 0; 1 if the result is negative (a damaged checkpoint, a job that does not
+        fit); 2 if the command failed.
 
     Raises:
-        SystemExit: Of 2 for options that argparse refuses, of 0 after `--help`.
+        SystemExit: 2 for arguments that argparse rejects, 0 after `--help`.
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, shows what a step did, looks at and converts checkpoints, and "
+        description="Plans jobs, shows traces of steps, inspects and exports checkpoints, and "
         "measures disks and links.",
         allow_abbrev=False,
     )
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        args.overrides += rest  # argparse wants all of them in one place
+        args.overrides += rest  # argparse collects only adjacent overrides
     try:
         module = importlib.import_module(f"{__name__}.{args.command.replace('-', '_')}")
         status: int = module.run(args)
@@ -59,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except pickle.UnpicklingError as error:
         return _fail(
             args.command,
-            f"{args.checkpoint} holds classes that are not known to be safe "
-            f"({_one_line(error)[:200]}); if you trust where it comes from, use --trust.",
+            f"{args.checkpoint} contains classes that are not known to be safe "
+            f"({_one_line(error)[:200]}); if you trust its source, use --trust.",
         )
     except (ImportError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return _fail(args.command, _one_line(error))
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ]
         if not addresses:
             raise
-        # Packages for remote storage raise what they like: botocore's are Exceptions.
+        # Packages for remote storage raise exceptions of their own, as botocore does.
         return _fail(args.command, f"{', '.join(addresses)}: {_one_line(error)}")
     return status
 
@@ -81,5 +82,5 @@ def _fail(command: str, text: str) -> int:
 
 
 def _one_line(error: Exception) -> str:
-    """Its text, with an escape for what a terminal would obey: it may hold names of a file."""
+    """Text of an error on one line; control characters (of file names) are escaped."""
     return escaped(" ".join(str(error).split())) or type(error).__name__

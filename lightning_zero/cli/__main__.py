@@ -1,4 +1,4 @@
-"""`python -m lightning_zero.cli`, where the command `lightning-zero` is not installed."""
+"""`python -m lightning_zero.cli`: the command `lightning-zero` without its script."""
 
 import sys
 

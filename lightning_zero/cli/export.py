@@ -1,4 +1,4 @@
-"""`lightning-zero export`: a checkpoint in another format."""
+"""`lightning-zero export`: writes a checkpoint in another format."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["run"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _MAX_SHARD_BYTES = 5 * 1024**3
-_RELEASE_BYTES = 32 * 1024**2  # written between two releases of mapped memory
+_DROP_BYTES = 32 * 1024**2  # mapped pages are dropped after this many bytes
 
 
 def run(args: argparse.Namespace) -> int:
     checkpoint, out = locate(args.checkpoint), locate(args.out)
-    _check_places(checkpoint, out, args)
+    _check_paths(checkpoint, out, args)
     max_shard_bytes = _max_shard_bytes(args, out)
     if not args.no_verify:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
@@ -48,33 +48,31 @@ def run(args: argparse.Namespace) -> int:
         print(f"lightning-zero export: {printable(note)}", file=sys.stderr)
     if isinstance(out, Path):
         out.parent.mkdir(parents=True, exist_ok=True)
-    with _bar(planned.nbytes, checkpoint) as progress:
+    with _progress_bar(planned.nbytes, checkpoint) as progress:
         planned.write(out, progress)
     print(f"{args.out}: {args.format}, {format_bytes(planned.nbytes)} of tensors")
     return 0
 
 
-def _check_places(
-    checkpoint: CheckpointPath, out: CheckpointPath, args: argparse.Namespace
-) -> None:
+def _check_paths(checkpoint: CheckpointPath, out: CheckpointPath, args: argparse.Namespace) -> None:
     source, target = _resolved(checkpoint), _resolved(out)
     if not checkpoint.exists():
         raise FileNotFoundError(f"{args.checkpoint} does not exist.")
     if source == target or target in source.parents or source in target.parents:
         raise ValueError(
-            f"{args.out} and {args.checkpoint} overlap; choose another place for the export."
+            f"{args.out} and {args.checkpoint} overlap; choose another path for the export."
         )
     if not (os.path.lexists(out) if isinstance(out, Path) else out.exists()):
         return
     if not args.force:
         raise FileExistsError(
-            f"{args.out} exists; choose another place, or replace it with --force."
+            f"{args.out} exists; choose another path, or replace it with --force."
         )
     is_file = args.format == "ckpt" or out.suffix == ".safetensors"
     if is_file and not isinstance(out, Path) and not out.is_file():
         raise FileExistsError(
-            f"{args.out}: a directory is there, which a file cannot replace at a remote address; "
-            "delete it, or choose another name."
+            f"{args.out} is a directory, which a file cannot replace at a remote address; delete "
+            "it, or choose another name."
         )
 
 
@@ -87,15 +85,15 @@ def _max_shard_bytes(args: argparse.Namespace, out: CheckpointPath) -> int | Non
     is_file = out.suffix == ".safetensors"
     if limit is not None and (is_file or args.format != "safetensors"):
         raise ValueError(
-            "--max-shard-size is for a directory of safetensors files; leave it out, or let OUT be "
-            "a directory (no .safetensors at its end) and --format safetensors."
+            "--max-shard-size is for a directory of safetensors files; remove it, or use --format "
+            "safetensors and an OUT that does not end in .safetensors."
         )
     return None if is_file else limit or _MAX_SHARD_BYTES
 
 
 @contextmanager
-def _bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any]]:
-    """A progress bar on a terminal; mapped memory is given back as reading goes on."""
+def _progress_bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any]]:
+    """Shows a progress bar on a terminal, and drops mapped pages while reading."""
     pending = 0
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
@@ -103,7 +101,7 @@ def _bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any
             nonlocal pending
             bar.update(nbytes)
             pending += nbytes
-            if pending >= _RELEASE_BYTES and isinstance(checkpoint, Path):
+            if pending >= _DROP_BYTES and isinstance(checkpoint, Path):
                 pending = 0
                 drop_pages(checkpoint)
 

@@ -1,4 +1,4 @@
-"""`lightning-zero inspect`: what is in a checkpoint."""
+"""`lightning-zero inspect`: prints the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from lightning_zero.observe.tables import table
 
 __all__ = ["run"]
 
-_NUM_FILES = 20  # that are printed one by one
+_NUM_FILES = 20  # files that are listed by name
 _KINDS = ("parameters", "optimizer", "other")
-_FACTS = {
+_FIELDS = {
     "written by": {"lightning_zero_version": "lightning_zero", "lightning_version": "Lightning"},
     "run": {"world_size": "world size", "stage": "stage"},
     "progress": {"epoch": "epoch", "global_step": "step"},
@@ -26,7 +26,7 @@ _FACTS = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is in the checkpoint; 1 where some of it is damaged."""
+    """Prints the content of the checkpoint; returns 1 if it is damaged."""
     name: str = args.checkpoint
     path = locate(name)
     if not path.exists():
@@ -51,21 +51,23 @@ def _text(found: Mapping[str, Any]) -> str:
     if len(files) > _NUM_FILES:
         lines.append(("", f"and {len(files) - _NUM_FILES} more"))
     if "damage" in found:
-        verdict = "as they were written" if found["has_checksums"] else "there are none"
+        verdict = "match" if found["has_checksums"] else "none"
         lines.append(("checksums", "DAMAGED" if found["damage"] else verdict))
         lines += [("", line) for line in found["damage"]]
-    shown = [(title, printable(text)) for title, text in lines]  # names are the checkpoint's
+    shown = [(title, printable(text)) for title, text in lines]  # names may hold control characters
     return f"{found['path']}: {found['format']}\n{table(shown, left=(0, 1))}"
 
 
 def _content(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
-    for name, keys in _FACTS.items():
+    for name, keys in _FIELDS.items():
         known = [f"{word} {found[key]}" for key, word in keys.items() if found[key] is not None]
         if known:
             lines.append((name, ", ".join(known)))
-    tied = f", {found['num_tied']} of them tied to others" if found["num_tied"] else ""
-    average = ", averaged; the trained ones beside them" if found["has_average"] else ""
+    tied = f", {found['num_tied']} tied" if found["num_tied"] else ""
+    average = ", averaged; the trained weights are stored beside them"
+    if not found["has_average"]:
+        average = ""
     lines += [
         ("weights", f"{found['num_tensors']} tensors{tied}{average}"),
         ("", f"{found['parameters_numel']:,} elements: {_dtypes(found['dtypes_numel'])}"),
@@ -76,7 +78,7 @@ def _content(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines.append(("bytes", ", ".join(kinds)))
     for number, tensor in enumerate(found["largest"]):
         shape = " x ".join(map(str, tensor["shape"])) or "scalar"
-        title = "" if number else "largest"
+        title = "largest" if number == 0 else ""
         lines.append((title, f"{tensor['name']}  {shape}  {tensor['dtype']}"))
     lines.append(("entries", ", ".join(found["entries"])))
     return lines

@@ -1,7 +1,7 @@
-"""`lightning-zero io-bench PATH`: what a disk gives the NVMe tier, and the settings to use.
+"""`lightning-zero io-bench PATH`: bandwidth of a disk as NVMe tier, and the settings to use.
 
-Alternatives considered: to trust `fio`. Its rates are a bound, but it says nothing of the threads,
-blocks and buffers that this process needs to come near it.
+Alternatives considered: `fio`. Its rates are an upper bound, but it does not find the threads,
+block size and buffers with which this process comes close to it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,20 @@ __all__ = ["DiskReport", "DiskRates", "TierSettings", "as_text", "run"]
 
 _MIB = 2**20
 _GB = 1e9
-_LEAST_BYTES = 256 * _MIB
-_LEAST_FREE = 0.1  # of the free bytes stay free
-_GOOD_ENOUGH = 0.95  # of the best rate: then fewer threads and less memory are better
+_MIN_BYTES = 256 * _MIB
+_MIN_FREE = 0.1  # share of the free bytes that stays free
+_GOOD_ENOUGH = 0.95  # share of the best rate from which fewer threads and less memory are better
 _BLOCKS_MIB = (1, 2, 4, 8, 16)
 _THREADS = (1, 2, 4, 8)
-_ROUNDS = 3
+_REPEATS = 3
 _BUFFERS = ((2, 16), (3, 16), (4, 16), (3, 32), (4, 32), (3, 64), (4, 64))  # count, MiB; ascending
 _Disk = tuple[NvmeStore, NvmeFile]
 
 
 @dataclass(frozen=True)
 class TierSettings:
+    """Settings of the NVMe tier."""
+
     block_bytes: int = 4 * _MIB
     num_threads: int = 4  # to read, and as many to write
     buffer_count: int = 4
@@ -53,7 +55,7 @@ class TierSettings:
 
     @property
     def buffer_size(self) -> int:
-        """As users set it: elements of 4 bytes."""
+        """Value of the setting `buffer_size`: elements of 4 bytes."""
         return self.buffer_bytes // 4
 
     @property
@@ -69,7 +71,7 @@ class TierSettings:
 
 @dataclass(frozen=True)
 class DiskRates:
-    """Bytes per second; `mixed` counts both ways of as many reads as writes at once."""
+    """Rates in bytes per second; `mixed`: equal reads and writes at once, both counted."""
 
     read: float
     write: float
@@ -78,16 +80,18 @@ class DiskRates:
 
 @dataclass(frozen=True)
 class DiskReport:
+    """Result of the benchmark."""
+
     path: Path
     file_system: str
     is_direct: bool
-    nbytes: int  # of the file that was read and written
-    settings: TierSettings  # the smallest that come near the best
+    nbytes: int  # size of the test file
+    settings: TierSettings  # the smallest that come close to the best rate
     sweep: tuple[tuple[TierSettings, float], ...]  # mixed bytes per second
     tier: DiskRates
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON; rates in GB/s, 10^9 bytes."""
+        """Values for JSON; rates in GB/s, where a GB is 10^9 bytes."""
 
         def sizes(settings: TierSettings) -> dict[str, int]:
             return {**vars(settings), "buffer_size": settings.buffer_size}
@@ -107,45 +111,45 @@ class DiskReport:
 
 
 def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
-    """With a file of its own, which goes whatever happens.
+    """Measures with a test file, which is deleted in any case.
 
     Args:
-        path: An existing directory.
-        nbytes: Of the file; larger than the caches of the disk, if these shall not count.
-        seconds: That each of about 20 measurements takes.
+        path: Existing directory.
+        nbytes: Size of the test file; larger than the disk's caches, to measure without them.
+        seconds: Duration of each of about 20 measurements.
 
     Raises:
         OSError: The disk cannot be used, or fails.
-        ValueError: The file would take nearly all that is free.
+        ValueError: The file is too small, or would fill the disk.
     """
-    if nbytes < _LEAST_BYTES:
-        raise ValueError(f"expected a file of at least {_LEAST_BYTES} bytes, got {nbytes}")
-    if path.is_dir() and nbytes > (1 - _LEAST_FREE) * free_bytes(path):
+    if nbytes < _MIN_BYTES:
+        raise ValueError(f"expected a file of at least {_MIN_BYTES} bytes, got {nbytes}")
+    if path.is_dir() and nbytes > (1 - _MIN_FREE) * free_bytes(path):
         raise ValueError(
             f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
-            f"measure with at most {int((1 - _LEAST_FREE) * free_bytes(path))}"
+            f"measure with at most {int((1 - _MIN_FREE) * free_bytes(path))}"
         )
-    _say(f"writing files of {nbytes / _GB:.1f} GB")
+    _log(f"writing files of {nbytes / _GB:.1f} GB")
     settings, sweep = _sweep(path, nbytes, seconds)
     with _opened(path, nbytes, settings) as (store, file):
-        _say("reading, writing and both")
-        ways: list[dict[str, bool]] = [{"is_written": False}, {"is_read": False}, {}]
+        _log("reading, writing and both")
+        directions: list[dict[str, bool]] = [{"is_written": False}, {"is_read": False}, {}]
         buffers = _noisy_buffers(settings)
         rates = [
-            _rate(store, settings, _jobs(file, settings, **way), buffers, 2 * seconds)
-            for way in ways
+            _rate(store, settings, _jobs(file, settings, **direction), buffers, 2 * seconds)
+            for direction in directions
         ]
         kind, is_direct = file_system_of(path), store.is_direct
     return DiskReport(path, kind, is_direct, nbytes, settings, sweep, DiskRates(*rates))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
-    """A file that was written once: first writes to new room are slower."""
+    """Opens a store with a test file that has been written once: first writes are slower."""
     number = settings.num_threads
     with contextlib.closing(
         NvmeStore(path, rank=0, num_read_threads=number, num_write_threads=number)
@@ -160,28 +164,28 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
 def _sweep(
     path: Path, nbytes: int, seconds: float
 ) -> tuple[TierSettings, tuple[tuple[TierSettings, float], ...]]:
-    """Threads, then block size, then buffers; each time the smallest that is good enough."""
+    """Finds threads, then block size, then buffers: each time the smallest that is good enough."""
     tried: dict[TierSettings, float] = {}
 
     def best_of(candidates: Sequence[TierSettings], disks: Sequence[_Disk]) -> TierSettings:
-        """The first of `candidates`, which ascend in cost, that comes near the best.
+        """First of `candidates`, in ascending order of cost, that comes close to the best rate.
 
-        Measured by turns: what a disk gives changes with what it gave before.
+        Candidates are measured alternately, because a disk's rate depends on the load before.
         """
         pools = {each.buffers: _noisy_buffers(each) for each in candidates}
-        rounds = [
+        repeats = [
             [
-                _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _ROUNDS)
+                _rate(store, each, _jobs(file, each), pools[each.buffers], seconds / _REPEATS)
                 for each, (store, file) in zip(candidates, cycle(disks), strict=False)
             ]
-            for _ in range(_ROUNDS)
+            for _ in range(_REPEATS)
         ]
-        rates = dict(zip(candidates, map(median, zip(*rounds, strict=True)), strict=True))
+        rates = dict(zip(candidates, map(median, zip(*repeats, strict=True)), strict=True))
         for settings, rate in rates.items():
-            _say(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
+            _log(f"{rate / _GB:6.2f} GB/s mixed with {settings.describe()}")
         tried.update(rates)
-        enough = _GOOD_ENOUGH * max(rates.values())
-        return next(settings for settings, rate in rates.items() if rate >= enough)
+        threshold = _GOOD_ENOUGH * max(rates.values())
+        return next(settings for settings, rate in rates.items() if rate >= threshold)
 
     numbers = [TierSettings(num_threads=number) for number in _THREADS]
     with contextlib.ExitStack() as stack:
@@ -198,7 +202,7 @@ def _sweep(
 def _jobs(
     file: NvmeFile, settings: TierSettings, *, is_read: bool = True, is_written: bool = True
 ) -> list[Task]:
-    """Jobs over all of a file, a buffer each, that do nothing."""
+    """Tasks that read and write a file buffer by buffer, without computation."""
     size = settings.buffer_bytes
     return [
         Task(
@@ -216,9 +220,9 @@ def _rate(
     buffers: Sequence[Tensor],
     seconds: float,
 ) -> float:
-    """Bytes per second, both ways together, of `jobs` by turns until `seconds` are over.
+    """Runs `jobs` in a loop for `seconds`; returns bytes per second, read and written together.
 
-    With infinite `seconds` they run once.
+    If `seconds` is infinite, they run once.
     """
     store.block_bytes = settings.block_bytes
     pipeline = Pipeline(buffers)
@@ -238,7 +242,7 @@ def _rate(
 
 
 def _noisy_buffers(settings: TierSettings) -> list[Tensor]:
-    """Buffers of random bytes: some disks store zeros, or what they can compress, faster."""
+    """Buffers of random bytes: some disks store zeros and compressible data faster."""
     noise = torch.randint(256, (_MIB,), dtype=torch.uint8)
     buffers = make_buffers(settings.buffer_count, settings.buffer_bytes, pin=False)
     for buffer in buffers:
@@ -259,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
 def as_text(report: DiskReport) -> str:
     rates = {name: f"{rate / _GB:.2f}" for name, rate in vars(report.tier).items()}
     best = report.settings
-    direct = "O_DIRECT" if report.is_direct else "through the page cache, which flatters a disk"
+    direct = "O_DIRECT" if report.is_direct else "through the page cache, so rates are too high"
     lines = [
         f"{report.path} ({report.file_system}, {direct}), {report.nbytes / 2**30:.1f} GiB",
         table([["GB/s", *rates], ["tier", *rates.values()]]),
@@ -274,12 +278,12 @@ def as_text(report: DiskReport) -> str:
 
 @contextlib.contextmanager
 def _terminated_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind, so that the file goes."""
+    """Turns SIGTERM into SystemExit, so that the test file is deleted."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def exit_on_signal(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    before = signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""What may be typed after `lightning-zero`, of every command; nothing here imports torch."""
+"""Arguments of all `lightning-zero` commands; this module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_zero.layout.sizes import parse_bytes, parse_count
 
 __all__ = ["PRECISIONS", "add_commands"]
 
-# Of a Trainer, with torch's dtype: of autocast where it is mixed, else of the module; "": as built.
+# Precision of a Trainer: torch's dtype of autocast if mixed, else of the module ("": as built).
 PRECISIONS = {
     "32-true": "",
     "bf16-mixed": "bfloat16",
@@ -26,7 +26,7 @@ _Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_commands(subparsers: _Subparsers) -> None:
-    """Adds every command, in the order of the alphabet."""
+    """Adds all commands in alphabetical order."""
     for add in (_add_comm_bench, _add_export, _add_inspect, _add_io_bench, _add_plan, _add_trace):
         add(subparsers)
 
@@ -39,7 +39,7 @@ def _bytes(text: str) -> int:
 
 
 def _number(what: str) -> Callable[[str], float]:
-    """A parser of finite numbers above 0, whose error says that `what` was expected."""
+    """Parser of finite numbers above 0; its error reads "expected `what`"."""
 
     def parse(text: str) -> float:
         with suppress(ValueError):
@@ -51,7 +51,7 @@ def _number(what: str) -> Callable[[str], float]:
 
 
 def _count(what: str, *, least: int = 1) -> Callable[[str], int]:
-    """Likewise of whole numbers from `least` on."""
+    """Parser of integers from `least` on; its error reads "expected `what`"."""
 
     def parse(text: str) -> int:
         with suppress(ValueError):
@@ -64,71 +64,81 @@ def _count(what: str, *, least: int = 1) -> Callable[[str], int]:
 
 _seconds = _number("a number of seconds above 0")
 _rate = _number("GB per second such as 25")
-_positive = _count("a whole number of at least 1")
-_TRUST = "unpickle any class; only for files that you trust"
+_positive = _count("an integer of at least 1")
+_TRUST = "unpickle any class; use only with files that you trust"
 
 # -------------------------------------------------------------------- comm-bench, io-bench
 
 _COMM_BENCH = (
     "Times all-gather, reduce-scatter and all-reduce as training runs them, over NCCL or gloo, and "
-    "prints the flags to give to `lightning-zero plan`. By itself it starts a rank for every GPU, "
-    "or two on the CPU; under torchrun or srun it measures the ranks that these have started."
+    "prints the flags for `lightning-zero plan`. Without a launcher it starts one rank per GPU, or "
+    "two on the CPU; under torchrun or srun it measures their ranks."
 )
 
 
 def _add_comm_bench(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
-        "comm-bench", help="measure the links between ranks", description=_COMM_BENCH
+        "comm-bench", help="measure the bandwidth between ranks", description=_COMM_BENCH
     ).add_argument
     ranks = _count("at least 2 ranks", least=2)
-    add("--devices", type=ranks, metavar="N", help="ranks to start here")
-    add("--on-cpu", action="store_true", help="gloo between CPU processes")
+    add("--devices", type=ranks, metavar="N", help="number of ranks to start on this node")
+    add("--on-cpu", action="store_true", help="measure gloo between CPU processes")
     add(
         "--sizes",
         type=_bytes,
         nargs="+",
         default=[2**20, 2**22, 2**24, 2**26],
         metavar="SIZE",
-        help="of whole tensors (default: 1MiB 4MiB 16MiB 64MiB)",
+        help="sizes of the unsharded tensors (default: 1MiB 4MiB 16MiB 64MiB)",
     )
-    add("--seconds", type=_seconds, default=0.3, help="of each measurement (default: %(default)s)")
+    add(
+        "--seconds",
+        type=_seconds,
+        default=0.3,
+        help="duration of each measurement in seconds (default: %(default)s)",
+    )
     add(
         "--timeout",
         type=_seconds,
         default=60.0,
         metavar="SECONDS",
-        help="for which ranks wait for one another (default: %(default)s)",
+        help="seconds after which waiting for another rank fails (default: %(default)s)",
     )
-    add("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    add("--json", action="store_true", help="print JSON alone")
+    add("--rates", type=Path, metavar="FILE", help="write the rate to FILE, for plan")
+    add("--json", action="store_true", help="print JSON only")
 
 
 def _add_io_bench(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
         "io-bench",
         help="measure a disk as NVMe tier",
-        description="Measure a disk as the NVMe tier uses it, and print the settings to use. "
-        "The file that it makes goes whatever happens.",
+        description="Measures a disk as the NVMe tier uses it, and prints the settings to use. "
+        "The test file is deleted in any case.",
     ).add_argument
-    add("path", type=Path, help="a folder on the disk, as nvme_path")
-    add("--size", type=_bytes, default="4GiB", help="of the file (default: %(default)s)")
-    add("--seconds", type=_seconds, default=1.0, help="of each measurement (default: %(default)s)")
-    add("--rates", type=Path, metavar="FILE", help="write the rate to it, for plan")
-    add("--json", action="store_true", help="print JSON alone")
+    add("path", type=Path, help="directory on the disk, as in nvme_path")
+    add("--size", type=_bytes, default="4GiB", help="size of the test file (default: %(default)s)")
+    add(
+        "--seconds",
+        type=_seconds,
+        default=1.0,
+        help="duration of each measurement in seconds (default: %(default)s)",
+    )
+    add("--rates", type=Path, metavar="FILE", help="write the rate to FILE, for plan")
+    add("--json", action="store_true", help="print JSON only")
 
 
 # -------------------------------------------------------------------- export, inspect
 
 _EXPORT_FORMATS = """\
-CHECKPOINT is a Lightning checkpoint, a sharded one, a state dict, safetensors,
-or a directory of DeepSpeed ZeRO. It and OUT are paths, or addresses such as
-s3://bucket/run. Formats:
+CHECKPOINT is a Lightning checkpoint, a sharded checkpoint, a state dict, a
+safetensors file or directory, or a DeepSpeed ZeRO directory. CHECKPOINT and OUT
+are paths, or addresses such as s3://bucket/run. Formats:
 
-  safetensors  the weights, as Hugging Face reads them: OUT is a directory with
+  safetensors  the weights, in the layout of Hugging Face: OUT is a directory with
                files of at most --max-shard-size and an index, or one file if it
-               ends with .safetensors
-  ckpt         everything, in one file that any Lightning strategy resumes from
-  dcp          everything, as a directory of torch.distributed.checkpoint
+               ends in .safetensors
+  ckpt         everything, in one file that any Lightning strategy can resume from
+  dcp          everything, in a directory of torch.distributed.checkpoint
 """
 
 
@@ -136,53 +146,58 @@ def _add_export(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
         "export",
         help="write a checkpoint in another format",
-        description="Writes a checkpoint in another format, tensor by tensor, so that it may be "
-        "larger than memory.",
+        description="Writes a checkpoint in another format. It is converted tensor by tensor, so "
+        "it may be larger than memory.",
         epilog=_EXPORT_FORMATS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     ).add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("out", metavar="OUT")
-    add("--format", choices=["safetensors", "ckpt", "dcp"], default="safetensors")
+    add(
+        "--format",
+        choices=["safetensors", "ckpt", "dcp"],
+        default="safetensors",
+        help="format of OUT (default: %(default)s)",
+    )
     add("--dtype", choices=["bf16", "fp16", "fp32"], help="cast floating-point weights")
-    of_shard = "of a safetensors file, such as 5GiB (default) or 500MB"
-    add("--max-shard-size", type=_bytes, metavar="SIZE", help=of_shard)
-    averaged = "take the averaged weights of Lightning's WeightAveraging"
+    max_size = "largest size of a safetensors file, such as 500MB (default: 5GiB)"
+    add("--max-shard-size", type=_bytes, metavar="SIZE", help=max_size)
+    averaged = "export the averaged weights of Lightning's WeightAveraging"
     add("--ema", action="store_true", help=averaged)
     add(
         "--part",
         metavar="NAME",
-        help="the weights of this submodule alone, under the names that they have in it: model "
-        "where a LightningModule has a Hugging Face model as self.model",
+        help="export only the weights of this submodule, under their names in it; for example "
+        "model, for a LightningModule with a Hugging Face model in self.model",
     )
     add("--force", action="store_true", help="replace OUT if it exists")
     add("--trust", action="store_true", help=_TRUST)
-    add("--no-verify", action="store_true", help="do not compare with the checksums first")
+    add("--no-verify", action="store_true", help="do not verify checksums first")
 
 
 def _add_inspect(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
         "inspect",
-        help="say what is in a checkpoint",
-        description="Says what is in a checkpoint, of any format, without reading its tensors. "
-        "With --verify they are read and compared with their checksums; the status is 1 where "
-        "some are damaged.",
+        help="print the content of a checkpoint",
+        description="Prints the content of a checkpoint of any format without reading its tensors. "
+        "With --verify the tensors are read and compared with their checksums; the exit status is "
+        "1 if any are damaged.",
         allow_abbrev=False,
     ).add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="a path, or an address as s3://")
+    add("checkpoint", metavar="CHECKPOINT", help="path, or address such as s3://bucket/run")
     add("--json", action="store_true", help="print JSON")
-    add("--verify", action="store_true", help="compare with the checksums")
+    add("--verify", action="store_true", help="verify checksums")
     add("--trust", action="store_true", help=_TRUST)
 
 
 # -------------------------------------------------------------------- plan
 
 _PLAN = """\
-Says for every stage and offload what one rank takes on its device, its machine
-in CPU memory and on disk, and what a step moves; which fit, and the cheapest of
-those. It sums the plan of the engine itself, without a device. The status is 1
-where nothing fits.
+Estimates for every stage and offload: device memory of a rank, CPU memory and
+disk of a node, and the bytes that a step transfers. Prints which choices fit and
+the cheapest of them. The estimate uses the engine's own plan and needs no device.
+The exit status is 1 if nothing fits.
 """
 _PLAN_EXAMPLES = """\
 examples:
@@ -192,17 +207,17 @@ examples:
   lightning-zero plan --config-dir conf --config-name config model=gpt_1b trainer.devices=8
 """
 _RATES = {
-    "link": "between ranks, of one, as comm-bench measures it",
-    "cpu-link": "between device and CPU memory, of one rank",
-    "io": "of a machine's disk, as io-bench measures it (mixed)",
-    "memory": "of a machine's CPU memory, for steps on the CPU",
+    "link": "bandwidth between ranks, per rank, as measured by comm-bench",
+    "cpu-link": "bandwidth between device and CPU memory, per rank",
+    "io": "bandwidth of a node's disk, as measured by io-bench (mixed)",
+    "memory": "bandwidth of a node's CPU memory, for optimizer steps on the CPU",
 }
 
 
 def _add_plan(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="say what a job would take",
+        help="estimate memory and traffic of a job",
         description=_PLAN,
         epilog=_PLAN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -212,55 +227,70 @@ def _add_plan(subparsers: _Subparsers) -> None:
     _add_training(parser)
     _add_machine(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="draw it")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw a plot")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True).add_argument
     what(
         "--model",
-        help="a preset, such as llama_70b (a wrong name lists all); or a config.json of Hugging "
-        "Face, or the folder that holds it",
+        help="a preset, such as llama_70b (an unknown name lists all), or a Hugging Face "
+        "config.json, or the directory that contains it",
     )
-    what("--module", metavar="MODULE:CLASS", help="a torch or Lightning module")
-    what("--config-name", help="a Hydra configuration, with overrides behind it")
+    what("--module", metavar="MODULE:CLASS", help="a torch or Lightning module to build")
+    what("--config-name", help="a Hydra configuration, followed by overrides")
     add = parser.add_argument
-    add("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE, of --config-name")
-    add("--config-dir", help="folder of --config-name (default: the package's conf)")
-    add("--arg", action="append", default=[], metavar="NAME=VALUE", help="an argument of --module")
-    shape = "shape of an argument of forward: 8x3x224x224, 8x64:int64"
+    add("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE for --config-name")
+    add("--config-dir", help="directory of --config-name (default: conf of this package)")
+    add("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of --module")
+    shape = "shape of an argument of forward, such as 8x3x224x224 or 8x64:int64"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--batch", type=_positive, metavar="N", help="samples of a rank (default: 1)")
-    add("--context", type=_positive, metavar="N", help="tokens of a sample (default: 1024)")
-    add("--micro-batches", type=_positive, metavar="N", help="in a step (default: 1)")
-    of_trainer = "of a Trainer (default: bf16-mixed)"
-    add("--precision", choices=PRECISIONS, metavar="NAME", help=of_trainer)
-    add("--optimizer", default="adamw", metavar="NAME", help="of torch (default: adamw)")
+    add(
+        "--batch",
+        type=_positive,
+        metavar="N",
+        help="samples in a micro-batch of a rank (default: 1)",
+    )
+    add("--context", type=_positive, metavar="N", help="tokens in a sample (default: 1024)")
+    add("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step (default: 1)")
+    precision = "precision of the Trainer (default: bf16-mixed)"
+    add("--precision", choices=PRECISIONS, metavar="NAME", help=precision)
+    add("--optimizer", default="adamw", metavar="NAME", help="optimizer of torch (default: adamw)")
     add(
         "--average",
         action="append",
         default=[],
         choices=("cpu", "device"),
-        help="an average of the weights, and where it rests: Lightning's are in CPU memory",
+        help="keep an average of the weights there (Lightning keeps it in CPU memory)",
     )
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=_positive, metavar="N", help="in all; needed with --model and --module")
-    of_node = "of a machine (default: --ranks, at most 8)"
+    add(
+        "--ranks",
+        type=_positive,
+        metavar="N",
+        help="number of ranks; required with --model, --module",
+    )
+    of_node = "ranks on a node (default: --ranks, at most 8)"
     add("--ranks-per-node", type=_positive, metavar="N", help=of_node)
-    add("--device-memory", type=_bytes, metavar="SIZE", help="of a rank, such as 24GiB")
-    add("--host-memory", type=_bytes, metavar="SIZE", help="of a machine, such as 512GiB")
-    add("--disk", type=_bytes, metavar="SIZE", help="of a machine, such as 2TB")
-    add("--on-cpu", action="store_true", help="ranks compute on the CPU")
-    for name, what_for in _RATES.items():
-        add(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=what_for)
-    add("--rates", type=Path, metavar="FILE", help="rates that comm-bench and io-bench wrote")
+    add(
+        "--device-memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="device memory of a rank, such as 24GiB",
+    )
+    add("--host-memory", type=_bytes, metavar="SIZE", help="CPU memory of a node, such as 512GiB")
+    add("--disk", type=_bytes, metavar="SIZE", help="disk of a node, such as 2TB")
+    add("--on-cpu", action="store_true", help="the device is the CPU")
+    for name, description in _RATES.items():
+        add(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=description)
+    add("--rates", type=Path, metavar="FILE", help="rates written by comm-bench and io-bench")
 
 
 # -------------------------------------------------------------------- trace
@@ -269,13 +299,13 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def _add_trace(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
         "trace",
-        help="show what computed, travelled and waited in a step",
-        description="Merges what the ranks of a run recorded of a step, by the callback "
+        help="show compute, communication and waits of a step",
+        description="Merges the recordings of all ranks of a step, made by the callback "
         "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
-        "chrome://tracing, and a picture; prints what was hidden behind computation.",
+        "chrome://tracing and a plot. Prints how much communication was hidden behind compute.",
         allow_abbrev=False,
     ).add_argument
     add("run_directory", metavar="RUN", type=Path, help="directory of the run")
-    add("--step", type=int, metavar="N", help="which (default: all that are recorded)")
-    beside = "where to write (default: beside the recordings)"
-    add("--out", type=Path, metavar="DIR", help=beside)
+    add("--step", type=int, metavar="N", help="step to show (default: all recorded steps)")
+    out = "output directory (default: the parent of the recordings)"
+    add("--out", type=Path, metavar="DIR", help=out)

@@ -1,7 +1,7 @@
-"""`lightning-zero plan`: what every stage and offload would take, before a job is submitted.
+"""`lightning-zero plan`: memory and traffic of every stage and offload, before a job is submitted.
 
-What is planned is a model built without memory, a step of it, and settings; `plan_result` shows
-what was found.
+Builds the model on the meta device, traces a step of it, and estimates every choice;
+`plan_result` prints the result.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ from lightning_zero.tensors.ties import tie_shared
 __all__ = ["Source", "source_from_arguments", "run"]
 
 _CONF = Path(__file__).parents[1] / "conf"
-_Traces = tuple[StepTrace | None, StepTrace | None]  # as the module is, and with checkpointing
+_Traces = tuple[StepTrace | None, StepTrace | None]  # without and with activation checkpointing
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plans the job that `args` name, and prints what was found; 1 where nothing fits."""
+    """Plans the job of `args` and prints the result; returns 1 if nothing fits."""
     if args.plot is not None:
         check_plot(args.plot)
     source = source_from_arguments(args)
     tie_shared(source.module)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
-        raise ValueError(f"precision {name!r} is none of {', '.join(PRECISIONS)}.")
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}.")
     config = source.config
     autocast: torch.dtype | None = None
     if name.endswith("-mixed"):
@@ -87,12 +87,12 @@ def run(args: argparse.Namespace) -> int:
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
     dtypes = ZeroConfig(param_dtype=config.param_dtype, keep_float32=config.keep_float32)
-    whole = make_plan(source.module, dtypes, world_size=1)
+    full_plan = make_plan(source.module, dtypes, world_size=1)
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    again = find_checkpointed(source.module, config.checkpointed_modules)
-    traces, note = _traces(source, whole, again, () if again else blocks, autocast)
+    names = find_checkpointed(source.module, config.checkpointed_modules)
+    traces, note = _traces(source, full_plan, names, () if names else blocks, autocast)
     job = Job(
         source.module,
         optimizers,
@@ -108,11 +108,11 @@ def run(args: argparse.Namespace) -> int:
         )
         for choice in all_choices(config)
     ]
-    facts = {
+    summary = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "precision": name,
-        "optimizer": args.optimizer if len(optimizers) == 1 else "muon and adamw for the rest",
+        "optimizer": args.optimizer if len(optimizers) == 1 else "muon and adamw",
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
@@ -121,9 +121,9 @@ def run(args: argparse.Namespace) -> int:
     }
     best = best_of(rows)
     if args.json:
-        print(json.dumps({**facts, "choices": [as_dict(row) for row in rows], "best": best}))
+        print(json.dumps({**summary, "choices": [as_dict(row) for row in rows], "best": best}))
     else:
-        print(as_text(facts, rows, machine, best, note))
+        print(as_text(summary, rows, machine, best, note))
     if args.plot is not None:
         title = f"{source.title}, {name}, {machine.num_ranks} ranks"
         draw(rows, best["choice"] if best else None, machine, title, args.plot)
@@ -134,19 +134,19 @@ def run(args: argparse.Namespace) -> int:
 def _machine(args: argparse.Namespace, source: Source) -> Machine:
     num_ranks = args.ranks or source.settings.get("ranks")
     if not num_ranks:
-        raise ValueError("say for how many ranks, such as --ranks 8.")
+        raise ValueError("expected the number of ranks; use --ranks 8, for example.")
     per_node = args.ranks_per_node
     if not per_node and not args.ranks:
         per_node = source.settings.get("ranks_per_node")
     per_node = per_node or min(num_ranks, 8)
     if num_ranks % per_node:
         raise ValueError(
-            f"--ranks {num_ranks} are not on machines of {per_node} each; set --ranks-per-node."
+            f"--ranks-per-node must divide {num_ranks} ranks, got {per_node}; set --ranks-per-node."
         )
     device_bytes = args.device_memory
     if args.on_cpu and device_bytes is None and args.host_memory is not None:
         device_bytes = args.host_memory // per_node
-    # As the command line says, else a file, else as assumed.
+    # The command line overrides the file, the file overrides the defaults.
     rates = read_rates(args.rates) if args.rates is not None else {}
     rates |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
     return Machine(
@@ -163,16 +163,24 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
 def _traces(
     source: Source,
     plan: Plan,
-    again: Sequence[str],
+    checkpointed_modules: Sequence[str],
     blocks: Sequence[str],
     autocast: torch.dtype | None,
 ) -> tuple[_Traces, str]:
-    """The step as it is, and with activation checkpointing; and what cannot be told.
+    """Traces without and with activation checkpointing, and a note on what is not counted.
 
-    `again` runs again in any case, `blocks` may.
+    Args:
+        source: Model and step.
+        plan: Plan of the model on one rank.
+        checkpointed_modules: Modules under activation checkpointing in both traces.
+        blocks: Modules under activation checkpointing in the second trace.
+        autocast: Dtype of autocast; None: no autocast.
     """
     if source.step is None:
-        return (None, None), "activations are not counted; give the shapes of inputs by --input."
+        return (
+            None,
+            None,
+        ), "activations are not counted: pass the shapes of the inputs with --input."
     dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
     units = [unit.name for unit in plan.units]
     repeats = find_repeated_blocks(source.module, units)
@@ -180,7 +188,7 @@ def _traces(
 
     def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of kernels that fake tensors do not choose
+            warnings.simplefilter("ignore")  # about kernels, which fake tensors do not run
             return trace_step(
                 source.module,
                 step,
@@ -197,7 +205,7 @@ def _traces(
         return short or run([], checkpointed)
 
     try:
-        plain = trace(again)
+        plain = trace(checkpointed_modules)
     except ValueError as error:
         return (None, None), f"activations are not counted: {error}"
     try:
@@ -206,22 +214,22 @@ def _traces(
         return (plain, None), f"activation checkpointing is not counted: {error}"
 
 
-# -------------------------------------------------------------------- what is planned
+# -------------------------------------------------------------------- model and step
 
 Step = Callable[[nn.Module], Tensor]
 
 
 @dataclass(frozen=True)
 class Source:
-    """What is to be planned.
+    """Model, step and settings of a job.
 
     Attributes:
-        title: For people.
-        module: On the meta device.
-        step: Computes a loss; None: nothing is known about inputs.
-        config: Sizes, and where they say so the folder and buffers of files.
-        settings: What a Hydra configuration says of `ranks`, `ranks_per_node`, `precision` and
-            `micro_batches`; None where it does not.
+        title: Description of the model for the output.
+        module: Model on the meta device.
+        step: Function of the model that computes a loss; None: its inputs are unknown.
+        config: Settings of the strategy, without stage and offload.
+        settings: `ranks`, `ranks_per_node`, `precision` and `micro_batches` of a Hydra
+            configuration; None: not set there.
     """
 
     title: str
@@ -232,15 +240,15 @@ class Source:
 
 
 def source_from_arguments(args: argparse.Namespace) -> Source:
-    """Builds what the command line names.
+    """Builds the model of the command line.
 
     Raises:
-        ValueError: There is no such preset, module, class or setting, or it cannot be built.
+        ValueError: The preset, module, class or setting does not exist, or cannot be built.
     """
     if args.overrides and not args.config_name:
         raise ValueError(
-            f"{args.overrides[0]!r} is an override of a Hydra configuration, and there is none; "
-            "use --config-name, or --arg for arguments of --module."
+            f"{args.overrides[0]!r} is an override of a Hydra configuration; use it with "
+            "--config-name, or use --arg for arguments of --module."
         )
     if args.model:
         return _shape(args.model, args.batch, args.context)
@@ -267,12 +275,12 @@ def _shape(name: str, batch: int | None, context: int | None) -> Source:
 
 
 def _shape_in(path: Path) -> DecoderShape:
-    """As a `config.json` of Hugging Face says, or that of a folder."""
+    """Shape of a Hugging Face `config.json`, or of a directory that contains one."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"there is no model {str(path)!r}; there are {', '.join(SHAPES)}, and any config.json "
-            "of Hugging Face, or folder that holds one."
+            f"--model must be one of {', '.join(SHAPES)}, a Hugging Face config.json or a "
+            f"directory with one, got {str(path)!r}."
         )
     try:
         config = json.loads(file.read_text())
@@ -286,15 +294,17 @@ def _shape_in(path: Path) -> DecoderShape:
 def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source:
     module_name, _, class_name = path.partition(":")
     if not class_name:
-        raise ValueError(f"expected a module and a class as in my.code:Model, got {path!r}.")
+        raise ValueError(
+            f"--module must be a module and a class, such as my.code:Model, got {path!r}."
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")  # as for `python -m`
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
         raise ValueError(
-            f"module {module_name} cannot be imported ({error}); name it as Python would, from "
-            "this folder or PYTHONPATH."
+            f"module {module_name} cannot be imported ({error}); it must be importable from this "
+            "directory or PYTHONPATH."
         ) from error
     factory = getattr(found, class_name, None)
     if factory is None:
@@ -305,7 +315,7 @@ def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source
             if kind.__module__ == module_name
         ]
         raise ValueError(
-            f"module {module_name} has no class {class_name}; it has {', '.join(near) or 'none'}."
+            f"module {module_name} has no class {class_name}; it has: {', '.join(near) or 'none'}."
         )
     for text in arguments:
         if "=" not in text:
@@ -320,7 +330,7 @@ def _class(path: str, arguments: Sequence[str], inputs: Sequence[str]) -> Source
 
 
 def _build(title: str, make: Callable[[], Any]) -> nn.Module:
-    """On the meta device, where nothing takes memory."""
+    """Builds a module on the meta device."""
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -332,16 +342,16 @@ def _build(title: str, make: Callable[[], Any]) -> nn.Module:
         if text.startswith("Error locating target"):
             reason = " ".join(str(error.__cause__ or text).split())
             raise ValueError(
-                f"{title} cannot be imported ({reason[:300]}); put the folder of its code on "
+                f"{title} cannot be imported ({reason[:300]}); add the directory of its code to "
                 "PYTHONPATH."
             ) from error
         raise ValueError(
             f"{title} cannot be built on the meta device, where tensors have no values "
-            f"({type(error).__name__}: {text[:300]}); give its arguments with --arg "
-            "or as overrides, and let weights be loaded in setup()."
+            f"({type(error).__name__}: {text[:300]}); pass its arguments with --arg or as "
+            "overrides, and load weights in setup()."
         ) from error
     if not isinstance(module, nn.Module):
-        raise ValueError(f"{title} is a {type(module).__name__}, expected a torch.nn.Module.")
+        raise ValueError(f"expected {title} to be a torch.nn.Module, got {type(module).__name__}.")
     return module
 
 
@@ -359,14 +369,14 @@ def _parse_input(text: str) -> tuple[tuple[int, ...], torch.dtype]:
     dtype = getattr(torch, name or "float32", None)
     if not isinstance(dtype, torch.dtype) or not all(part.isdigit() for part in size.split("x")):
         raise ValueError(
-            f"expected an input as 8x3x224x224 or 8x1024:int64, got {text!r}; one --input for each "
-            "argument of forward."
+            f"--input must be a shape such as 8x3x224x224 or 8x1024:int64, got {text!r}; use one "
+            "--input for each argument of forward."
         )
     return tuple(map(int, size.split("x"))), dtype
 
 
 def _on_example(module: nn.Module) -> Step | None:
-    """Lightning's own attribute for this, where a module has it."""
+    """Step on `example_input_array` of a LightningModule; None: the module has none."""
     example = getattr(module, "example_input_array", None)
     if example is None:
         return None
@@ -381,7 +391,7 @@ def _on_example(module: nn.Module) -> Step | None:
 
 
 def _as_loss(output: Any) -> Tensor:
-    """Of what a model gives, one number on which every output depends."""
+    """Sum of all outputs that require a gradient."""
     leaves = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not leaves:
         raise ValueError("the model's outputs do not depend on any trained parameter.")
@@ -394,17 +404,17 @@ def _as_loss(output: Any) -> Tensor:
 def _hydra(args: argparse.Namespace) -> Source:
     folder = Path(args.config_dir).resolve() if args.config_dir else _CONF.resolve()
     if not folder.is_dir():
-        raise ValueError(f"--config-dir {folder} is no folder.")
+        raise ValueError(f"--config-dir {folder} is not a directory.")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    register()  # what the files of conf refer to
+    register()  # conf refers to registered schemas
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
             config = compose(args.config_name, overrides=args.overrides)
         for part in ("model", "trainer"):
             if part not in config:
-                raise ValueError(f"{args.config_name} in {folder} has no `{part}`.")
+                raise ValueError(f"{args.config_name} in {folder} has no `{part}`; it is required.")
         module = _build("model", lambda: instantiate(config.model))
         settings, base = _trainer_settings(config), _strategy_settings(config)
     except (HydraException, OmegaConfBaseException) as error:
@@ -419,13 +429,13 @@ def _hydra(args: argparse.Namespace) -> Source:
 
 
 def _on_tokens(module: nn.Module, batch: int | None, context: int | None) -> Step | None:
-    """The training step of a language model, as `examples/language_model.py` has it."""
+    """Training step of a language model with the batches of `examples/language_model.py`."""
     if not batch or not context or not hasattr(module, "training_step"):
         return _on_example(module)
 
     def step(model: Any) -> Tensor:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is no Trainer to log to
+            warnings.simplefilter("ignore")  # about logging without a Trainer
             output = model.training_step(torch.zeros(batch, context + 1, dtype=torch.uint8), 0)
         loss: Tensor = output["loss"] if isinstance(output, Mapping) else output
         return loss
@@ -434,10 +444,10 @@ def _on_tokens(module: nn.Module, batch: int | None, context: int | None) -> Ste
 
 
 def _strategy_settings(config: DictConfig) -> ZeroConfig:
-    """Those of `trainer.strategy`, of whichever stage they are.
+    """Settings of `trainer.strategy`, for any stage.
 
     Raises:
-        ValueError: Settings that no stage takes together.
+        ValueError: No stage accepts these settings together.
     """
     strategy = OmegaConf.select(config, "trainer.strategy")
     given: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""What `lightning-zero plan` has found: a table, a verdict and a picture, and values for JSON.
+"""Result of `lightning-zero plan`: a table with a verdict, a plot, and values for JSON.
 
-In the picture a choice is drawn as it would be trained, with activation checkpointing where only so
-it fits. Choices that take the same on the device share a bar, as tall as they are many; what tells
-them apart stands in the columns of numbers.
+The plot shows each choice as it would be trained: with activation checkpointing if it fits only
+with that. Choices with equal device memory share a bar, whose height grows with their number; the
+columns of numbers show how they differ.
 """
 
 from __future__ import annotations
@@ -40,35 +40,37 @@ __all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw"]
 
 @dataclass(frozen=True)
 class Row:
-    """One choice.
+    """Estimates of one choice.
 
     Attributes:
-        plain: As the module is.
-        checkpointed: With its repeated blocks under activation checkpointing; None where there are
-            none, or activations are unknown.
+        plain: Estimate for the module as it is.
+        checkpointed: Estimate with activation checkpointing of the repeated blocks; None: there
+            are no such blocks, or activations are unknown.
     """
 
     plain: Estimate
     checkpointed: Estimate | None
 
     @property
-    def used(self) -> Estimate:
-        """Checkpointed where it does not fit as it is."""
-        return self.plain if self.plain.fits else self.checkpointed or self.plain
+    def chosen(self) -> Estimate:
+        """`plain` if it fits, otherwise `checkpointed` if there is one."""
+        if self.plain.fits or self.checkpointed is None:
+            return self.plain
+        return self.checkpointed
 
 
 def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """The cheapest that fits; activation checkpointing computes the forward twice."""
-    found = [
+    """Values for JSON of the cheapest choice that fits; None: nothing fits."""
+    fitting = [
         (one, is_checkpointed)
         for is_checkpointed in (False, True)
         for one in (row.checkpointed if is_checkpointed else row.plain for row in rows)
         if one is not None and one.fits
     ]
-    if not found:
+    if not fitting:
         return None
-    # Time first; at the same time of transfers, the one that computes less.
-    best, is_checkpointed = min(found, key=lambda one: (one[0].cost[0], one[1], one[0].cost))
+    # Least time first; for equal time without checkpointing, which computes forward twice.
+    best, is_checkpointed = min(fitting, key=lambda one: (one[0].cost[0], one[1], one[0].cost))
     config = best.choice.config
     if is_checkpointed:
         config = config.replace(activation_checkpointing=True)
@@ -81,28 +83,31 @@ def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
 
 
 def _numbers(estimate: Estimate) -> dict[str, Any]:
-    least, most = estimate.transfer_seconds
+    overlapped_s, sequential_s = estimate.transfer_seconds
     return {
         "device_bytes": estimate.device_bytes,
         "host_bytes_per_node": estimate.host_bytes,
         "disk_bytes_per_node": estimate.disk_bytes,
-        "transfer_seconds": [least, most],
+        "transfer_seconds": [overlapped_s, sequential_s],
     }
 
 
 def as_dict(row: Row) -> dict[str, Any]:
-    """All numbers of a choice, in bytes and seconds; as the module is, unless a key says more.
+    """All numbers of a choice for JSON, in bytes and seconds.
 
-    Those of one rank are of the one that takes most.
+    They are without additional activation checkpointing, except for keys that end in
+    `with_checkpointing`. Numbers per rank are those of the rank that needs most.
     """
-    plain, less = row.plain, row.checkpointed
+    plain, checkpointed = row.plain, row.checkpointed
     return {
         "zero": plain.choice.zero,
         "offload": plain.choice.offload,
         "fits": plain.fits,
-        "fits_with_checkpointing": None if less is None else less.fits,
+        "fits_with_checkpointing": None if checkpointed is None else checkpointed.fits,
         **_numbers(plain),
-        "device_bytes_with_checkpointing": None if less is None else less.device_bytes,
+        "device_bytes_with_checkpointing": (
+            None if checkpointed is None else checkpointed.device_bytes
+        ),
         "state_bytes_per_rank": {
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
             for tier, states in plain.rank_memory.tiers.items()
@@ -125,59 +130,75 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 def as_text(
-    facts: Mapping[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
+    summary: Mapping[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
 ) -> str:
-    """For people; `note` says what is not counted, and may be empty."""
+    """Text of the result; `note` names what is not counted, and may be empty."""
     head = (
-        f"{facts['model']}: {facts['parameters']:,} parameters, {facts['precision']}, "
-        f"{facts['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} on a machine"
+        f"{summary['model']}: {summary['parameters']:,} parameters, {summary['precision']}, "
+        f"{summary['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} per node"
     )
-    alone = (
-        f"DistributedDataParallel would hold {format_bytes(facts['data_parallel_bytes'])} of states on "
-        "each device."
-    )
+    data_parallel = format_bytes(summary["data_parallel_bytes"])
+    full_checkpoint = format_bytes(summary["full_checkpoint_bytes"])
+    comparison = f"DistributedDataParallel would need {data_parallel} of model states per device."
     saving = (
-        f"A checkpoint in the full form takes {format_bytes(facts['full_checkpoint_bytes'])} of CPU "
-        "memory on rank 0 while it is saved; in the sharded form it takes a few buffers on each "
-        "rank, and a copy of the shards of the rank where async_save is on."
+        f"Saving a full checkpoint needs {full_checkpoint} of CPU memory on rank 0. Saving a "
+        "sharded checkpoint needs a few buffers on each rank, and with async_save also a copy of "
+        "the rank's shards."
     )
     above = [head, note] if note else [head]
-    below = [*_legend(rows, machine), alone, saving]
+    below = [*_legend(rows, machine), comparison, saving]
     parts = [*map(paragraph, above), "", _table(rows, best), "", *map(paragraph, below)]
     return "\n".join([*parts, "", *_verdict(rows, best)])
 
 
 def _table(rows: Sequence[Row], best: Any) -> str:
-    unit, size = byte_unit(max(row.plain.device_bytes for row in rows))
-    is_quick = all(row.plain.transfer_seconds[1] < 1 for row in rows)
+    (unit, size), (time_unit, per_second) = _byte_unit(rows), _time_unit(rows)
 
     def short(number: float, digits: int = 3) -> str:
         return f"{number:.{digits}g}" if number < 99.5 else f"{number:.0f}"
 
     def cells(row: Row) -> list[str]:
-        plain, less = row.plain, row.checkpointed
-        least, most = (seconds * (1e3 if is_quick else 1) for seconds in plain.transfer_seconds)
-        span = list(dict.fromkeys([short(least, 2), short(most, 2)]))
-        fits = "yes" if plain.fits else "with ckpt." if row.used.fits else ""
+        plain, checkpointed = row.plain, row.checkpointed
+        overlapped, sequential = (seconds * per_second for seconds in plain.transfer_seconds)
+        times = f"{short(overlapped, 2)}..{short(sequential, 2)}"
+        if short(overlapped, 2) == short(sequential, 2):
+            times = short(sequential)
+        if plain.fits:
+            fits = "yes"
+        elif row.chosen.fits:
+            fits = "with ckpt."
+        else:
+            fits = f"no: {', '.join(row.chosen.missing_bytes)}".replace(" memory,", ",")
         is_best = best is not None and best["choice"] == plain.choice.name
         return [
-            f"{plain.choice.zero}{' *' if is_best else ''}",
+            f"{plain.choice.zero} *" if is_best else plain.choice.zero,
             plain.choice.offload,
             _in_unit(plain.rank_memory.tier_bytes(Tier.DEVICE), size),
             _in_unit(plain.device_bytes, size),
-            "" if less is None else _in_unit(less.device_bytes, size),
+            "" if checkpointed is None else _in_unit(checkpointed.device_bytes, size),
             _in_unit(plain.host_bytes, size),
             _in_unit(plain.disk_bytes, size),
             _in_unit(plain.traffic.wire, size),
-            "..".join(span) if len(span) > 1 else short(most),
-            fits or f"no: {', '.join(row.used.missing_bytes)}".replace(" memory,", ","),
+            times,
+            fits,
         ]
 
-    times = "ms" if is_quick else "seconds"
     header = [
-        unit, "offload", "states", "peak", "peak, ckpt.", "host", "disk", "sent", times, "fits"
+        unit, "offload", "states", "peak", "peak, ckpt.", "host", "disk", "sent", time_unit, "fits"
     ]  # fmt: skip
     return table([header, *map(cells, rows)], left=(0, 1, len(header) - 1))
+
+
+def _byte_unit(rows: Sequence[Row]) -> tuple[str, int]:
+    """Name and bytes of the unit of the table."""
+    return byte_unit(max(row.plain.device_bytes for row in rows))
+
+
+def _time_unit(rows: Sequence[Row]) -> tuple[str, float]:
+    """Name of the time unit of the table, and the number of them in a second."""
+    if all(row.plain.transfer_seconds[1] < 1 for row in rows):
+        return "ms", 1e3
+    return "seconds", 1.0
 
 
 def _in_unit(nbytes: float, size: int) -> str:
@@ -185,27 +206,29 @@ def _in_unit(nbytes: float, size: int) -> str:
 
 
 def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
+    (unit, _), (time_unit, _) = _byte_unit(rows), _time_unit(rows)
     rates = machine.rates
-    used = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
-    link, cpu_link, disk, memory = (rate / 1e9 for rate in used)
+    all_rates = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
+    link, cpu_link, disk, memory = (rate / 1e9 for rate in all_rates)
+    yield "*: cheapest choice that fits"
+    yield "off: stage 0, everything replicated"
+    yield f"states: {unit} per device between steps"
+    yield f"peak: {unit} per device during a step; ckpt.: with activation checkpointing"
+    yield f"host, disk: {unit} of CPU memory and of disk per node"
+    yield f"sent: {unit} per rank and step, to other ranks"
     yield (
-        "*: the cheapest that fits; off: stage 0, all replicated; ckpt.: with activation "
-        "checkpointing; states, peak, sent: of one rank, on its device, at rest, at most and in a "
-        "step; host, disk: of a machine."
-    )
-    yield (
-        "Times are of transfers and of steps on the CPU, at once .. one by one, at "
-        f"{link:g} GB/s between ranks, {cpu_link:g} to CPU memory, {disk:g} of disks and "
-        f"{memory:g} of CPU memory for these steps (--rates)."
+        f"{time_unit}: time per step of transfers and of optimizer steps on the CPU, fully "
+        f"overlapped .. in sequence, at {link:g} GB/s between ranks, {cpu_link:g} GB/s between "
+        f"device and CPU, {disk:g} GB/s of disk and {memory:g} GB/s of CPU memory (set by --rates)"
     )
     if machine.has_device_memory:
         yield (
-            "What fits may fill the device to the last byte. CUDA, NCCL and gaps between tensors "
-            "take 1 to 2 GiB of a GPU beside that: give --device-memory less by as much."
+            "CUDA, NCCL and fragmentation need 1-2 GiB of a GPU in addition: subtract them from "
+            "--device-memory."
         )
-    spans = [row.plain.ranks.min_max_bytes(tier) for row in rows for tier in Tier]
-    if any(least != most for least, most in spans):
-        yield "Ranks own whole tensors and differ: the numbers are of the one with most."
+    ranges = [row.plain.ranks.min_max_bytes(tier) for row in rows for tier in Tier]
+    if any(smallest != largest for smallest, largest in ranges):
+        yield "Ranks own full tensors and differ: the numbers are those of the rank with most."
     limits = {
         "--device-memory": machine.device_bytes,
         "--host-memory": machine.host_bytes,
@@ -213,43 +236,44 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
     }
     unbounded = [name for name, limit in limits.items() if limit is None]
     if unbounded:
-        yield f"Taken to be without bound, for want of {', '.join(unbounded)}."
+        yield f"{', '.join(unbounded)} not given: assumed unlimited."
 
 
 def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
     if best is not None:
         how = " with activation checkpointing" if best["checkpointing"] else ""
-        needs = [f"{format_bytes(best['device_bytes'])} on each device"]
+        needs = [f"{format_bytes(best['device_bytes'])} per device"]
         for name, where in (("host", "of CPU memory"), ("disk", "on disk")):
-            if nbytes := best[f"{name}_bytes_per_node"]:
-                needs.append(f"{format_bytes(nbytes)} {where} for each machine")
+            nbytes = best[f"{name}_bytes_per_node"]
+            if nbytes:
+                needs.append(f"{format_bytes(nbytes)} {where} per node")
         yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
         yield best["strategy"]
         return
-    estimates = [row.used for row in rows]
-    yield "nothing fits; nearest, with activation checkpointing where that is known:"
+    estimates = [row.chosen for row in rows]
+    yield "nothing fits; closest choices, with activation checkpointing if possible:"
     for one in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
         missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.missing_bytes.items())
-        yield paragraph(f"  {one.choice.name}: {missing} too little")
+        yield paragraph(f"  {one.choice.name}: {missing} missing")
 
 
-# -------------------------------------------------------------------- the picture
+# -------------------------------------------------------------------- plot
 
-_AGAIN = "activations, checkpointed"
+_CHECKPOINTED = "activations, checkpointed"
 _COLOURS = {
     "parameters": STATE_COLOURS[State.PARAM],
     "gradients": STATE_COLOURS[State.GRAD],
     "optimizer": STATE_COLOURS[State.OPTIM],
-    "gathered units": "#56B4E9",
+    "unsharded units": "#56B4E9",
     "gradient buckets": "#F0E442",
     "activations": "#CC79A7",
-    _AGAIN: "#E8C4D8",
-    "in CPU memory": "#999999",  # where that is the device
+    _CHECKPOINTED: "#E8C4D8",
+    "in CPU memory": "#999999",  # if the device is the CPU
 }
 _WINNER = "#DCEFE3"
-_MOST_OF_LIMIT = 3.0  # longer bars are cut, or the line would be at the edge; and vice versa
+_MAX_RATIO = 3.0  # of the longest bar and the limit; beyond it, bars are truncated
 _WITHOUT = "without\nckpt."
-_COLUMNS = {  # what has the bytes, and what they are too much for; the last two of a machine
+_COLUMNS = {  # attribute with the bytes, and memory that may be too small
     "peak": ("device_bytes", "device memory"),
     _WITHOUT: ("device_bytes", "device memory"),
     "CPU": ("host_bytes", "host memory"),
@@ -261,34 +285,34 @@ _TITLE, _ROW, _BELOW = 1.0, 0.32, 1.1
 
 
 def check_plot(path: Path) -> None:
-    """Refuses before anything is computed.
+    """Checks `--plot` before the computation.
 
     Raises:
-        ValueError: matplotlib is not installed, or cannot write a picture there.
+        ValueError: matplotlib is not installed, or the path is invalid.
     """
     if not has_matplotlib():
-        raise ValueError(f"{MATPLOTLIB_HINT}; or leave --plot out.")
+        raise ValueError(f"{MATPLOTLIB_HINT}, or remove --plot.")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     endings = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in endings:
         raise ValueError(f"--plot {path} must end in one of {', '.join(endings)}.")
     if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}.")
+        raise ValueError(f"--plot {path}: directory {path.parent} does not exist.")
 
 
 def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, path: Path) -> None:
-    """Writes stacked bars, a line at the device's memory, and numbers.
+    """Writes a plot of stacked bars with a line at the device memory, and columns of numbers.
 
     Args:
         rows: Choices.
-        winner: Name of the cheapest that fits; None: nothing does.
-        machine: What there is.
-        title: Above it.
-        path: Its ending names the format.
+        winner: Name of the cheapest choice that fits; None: nothing fits.
+        machine: Hardware of the job.
+        title: Title of the plot.
+        path: File of the plot; its suffix sets the format.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     title = fill(title, 110)
     height = _ROW * len(rows)
@@ -297,11 +321,11 @@ def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, 
     bars: dict[Any, list[Row]] = {}
     for row in rows:
         bars.setdefault((row.plain.choice.zero, *_parts(row).items()), []).append(row)
-    rows = [row for alike in bars.values() for row in alike]
-    unit, size = byte_unit(max(row.used.device_bytes for row in rows))
+    rows = [row for group in bars.values() for row in group]
+    unit, size = byte_unit(max(row.chosen.device_bytes for row in rows))
     with titled_axes(title, path, width=_WIDTH, height=height, margins=margins) as axes:
         _bars(axes, list(bars.values()), machine, size)
-        axes.set_xlabel(f"{unit} on the device of one rank, at most in a step", labelpad=2)
+        axes.set_xlabel(f"peak {unit} per device during a step", labelpad=2)
         _names(axes, rows, winner)
         for index, name in enumerate(_COLUMNS, start=1):
             x = 1 + index * _COLUMN / (_WIDTH - _LEFT - columns)
@@ -313,16 +337,16 @@ def draw(rows: Sequence[Row], winner: str | None, machine: Machine, title: str, 
 
 def _bars(axes: Axes, bars: Sequence[Sequence[Row]], machine: Machine, size: int) -> None:
     limit = machine.device_bytes
-    totals = [alike[0].used.device_bytes for alike in bars]
+    totals = [group[0].chosen.device_bytes for group in bars]
     end: float = max(totals)
-    if limit is not None and limit < _MOST_OF_LIMIT * end:
-        end = min(max(end, limit), _MOST_OF_LIMIT * limit)
-    firsts = list(accumulate((len(alike) for alike in bars), initial=0))[:-1]
-    places = [first + (len(alike) - 1) / 2 for first, alike in zip(firsts, bars, strict=True)]
-    heights = [len(alike) - 0.3 for alike in bars]
+    if limit is not None and limit < _MAX_RATIO * end:
+        end = min(max(end, limit), _MAX_RATIO * limit)
+    firsts = list(accumulate((len(group) for group in bars), initial=0))[:-1]
+    places = [first + (len(group) - 1) / 2 for first, group in zip(firsts, bars, strict=True)]
+    heights = [len(group) - 0.3 for group in bars]
     left = [0.0] * len(bars)
     for part, colour in _COLOURS.items():
-        sizes = [_parts(alike[0]).get(part, 0) / size for alike in bars]
+        sizes = [_parts(group[0]).get(part, 0) / size for group in bars]
         if any(sizes):
             axes.barh(
                 places,
@@ -332,25 +356,25 @@ def _bars(axes: Axes, bars: Sequence[Sequence[Row]], machine: Machine, size: int
                 color=colour,
                 edgecolor="white",
                 linewidth=0,
-                hatch="///" if part == _AGAIN else "",
+                hatch="///" if part == _CHECKPOINTED else "",
                 label=part,
                 zorder=2,
             )
         left = [a + b for a, b in zip(left, sizes, strict=True)]
     if limit is not None:
-        where = (
-            "far to the right" if limit >= _MOST_OF_LIMIT * max(totals) else "red: more than that"
-        )
-        label = f"there are {format_bytes(limit)}; {where}"
+        where = "red: exceeded"
+        if limit >= _MAX_RATIO * max(totals):
+            where = "far to the right"
+        label = f"limit: {format_bytes(limit)}; {where}"
         axes.axvline(limit / size, color=ALARM, linestyle="--", label=label, zorder=3)
     for place, total in zip(places, totals, strict=True):
-        if total > end * 1.02:  # torn off
+        if total > end * 1.02:  # truncated
             axes.plot(end * 1.01 / size, place, ">", color="white", markersize=9, zorder=4)
     axes.set_xlim(0, end * 1.02 / size)
 
 
 def _names(axes: Axes, rows: Sequence[Row], winner: str | None) -> None:
-    """The name of each choice to the left of its bar; the winner's in bold, on a ground."""
+    """Writes the name of each choice to the left of its bar; the winner's is highlighted."""
     names = [row.plain.choice.name for row in rows]
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), names)
@@ -359,19 +383,19 @@ def _names(axes: Axes, rows: Sequence[Row], winner: str | None) -> None:
         place = names.index(winner)
         axes.get_yticklabels()[place].set_fontweight("bold")
         edges = (place - 0.5, place + 0.5)
-        axes.axhspan(*edges, color=_WINNER, label="the cheapest that fits", zorder=1)
+        axes.axhspan(*edges, color=_WINNER, label="cheapest that fits", zorder=1)
 
 
 def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[str, int]) -> None:
-    """Numbers to the right of the bars; those that are too much in colour."""
+    """Writes numbers to the right of the bars; those that exceed a limit are coloured."""
     where: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "ha": "right", "fontsize": 9}
     attribute, lacking = _COLUMNS[name]
     header = f"{name}\n{unit[0]}"
     axes.text(x, -0.6, header, color=INK, weight="bold", va="bottom", **where)
     for place, row in enumerate(rows):
-        if name == _WITHOUT and row.used is row.plain:
+        if name == _WITHOUT and row.chosen is row.plain:
             continue
-        shown = row.plain if name == _WITHOUT else row.used
+        shown = row.plain if name == _WITHOUT else row.chosen
         nbytes = getattr(shown, attribute)
         text = _in_unit(nbytes, unit[1]) if nbytes else "-"
         colour = ALARM if lacking in shown.missing_bytes else INK
@@ -379,15 +403,15 @@ def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[st
 
 
 def _parts(row: Row) -> dict[str, int]:
-    """Bytes on the device, of which bars are made."""
-    estimate = row.used
+    """Bytes on the device by part of a bar."""
+    estimate = row.chosen
     held = estimate.rank_memory.tiers[Tier.DEVICE]
     parts = {
         "parameters": held[State.PARAM] + estimate.rank_memory.module_buffer_bytes,
         "gradients": held[State.GRAD],
         "optimizer": held[State.OPTIM],
-        "gathered units": estimate.peak.unsharded_bytes,
+        "unsharded units": estimate.peak.unsharded_bytes,
         "gradient buckets": estimate.peak.grad_bucket_bytes,
-        "activations" if estimate is row.plain else _AGAIN: estimate.peak.activation_bytes,
+        "activations" if estimate is row.plain else _CHECKPOINTED: estimate.peak.activation_bytes,
     }
     return parts | {"in CPU memory": estimate.device_bytes - sum(parts.values())}

@@ -1,4 +1,4 @@
-"""`lightning-zero trace`: what computed, travelled and waited in a recorded step."""
+"""`lightning-zero trace`: compute, communication and waits of a recorded step."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def run(args: argparse.Namespace) -> int:
         paths = write_trace(recordings, out)
         print("\n".join([*_text(recordings), *map(str, paths), ""]))
     if not has_matplotlib():
-        print(f"no picture: {MATPLOTLIB_HINT}")
+        print(f"no plot: {MATPLOTLIB_HINT}")
     return 0
 
 
 def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     seconds = max(recording.seconds for recording in recordings)
-    ranks = f"{len(recordings)} ranks, means over them" if len(recordings) > 1 else "1 rank"
+    ranks = f"mean of {len(recordings)} ranks" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
     lines = [["", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s"]]
     for kind in Kind:
@@ -45,14 +45,14 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     yield _waits(recordings)
     hits, misses = sum(r.hits for r in recordings), sum(r.misses for r in recordings)
     if hits or misses:
-        yield f"gathered ahead of use: {hits} of {hits + misses} units"
+        yield f"prefetched: {hits} of {hits + misses} units"
     hits, misses = sum(r.read_hits for r in recordings), sum(r.read_misses for r in recordings)
     if hits or misses:
-        yield f"read ahead of use: {hits} of {hits + misses} shards"
+        yield f"read before use: {hits} of {hits + misses} shards"
 
 
 def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
-    """In the order of the columns; computation is not hidden, but a step may be waited for."""
+    """Values in the order of the columns. Compute is never hidden, but may be exposed."""
     return (
         recording.nbytes(kind) / _GIB,
         recording.in_flight_s(kind),
@@ -66,10 +66,10 @@ def _waits(recordings: Sequence[Recording]) -> str:
     by_wait = sorted(recordings, key=lambda recording: recording.waited_for_others_s)
     least, most = by_wait[0], by_wait[-1]
     if least is most:
-        return f"the computation waited {least.waited_for_others_s:.4f} s"
+        return f"compute waited {least.waited_for_others_s:.4f} s"
     more = most.waited_for_others_s - least.waited_for_others_s
     share = more / (most.seconds or 1)
     return (
         f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; "
-        f"rank {most.rank} longest, {more:.4f} s more ({share:.1%} of the step)"
+        f"rank {most.rank} waited most, {more:.4f} s longer ({share:.1%} of the step)"
     )

@@ -1,15 +1,15 @@
-"""What a run shows: callbacks, loggers, files and pictures.
+"""Observation of a run: callbacks, loggers, files and plots.
 
-Imports record, layout, checkpoint and strategy; the only room that knows W&B.
+Imports `record`, `layout`, `checkpoint` and `strategy`. The only package that imports W&B.
 
-    monitor     `ZeroMonitor`, the callback, and one fit as it sees it
-    metrics     what is logged of a step, and of the time between two: speed
-    report      `MemoryTable`, and what a job says when it ends
-    tables      text in columns, as wide as the terminal
-    recordings  their files, and the Trace Event Format, for Perfetto
-    plots       pictures of a step and of memory
-    loggers     loggers that continue after a requeue; what W&B shows beside curves
-    composed    the Trainer of a Hydra configuration, for `lightning_zero.conf`
+    monitor        `ZeroMonitor`, the callback, and the monitor of one fit
+    metrics        metrics of a recorded step, and throughput between two of them
+    report         `MemoryTable`, and the report at the end of a job
+    tables         text in columns, fitted to the width of the terminal
+    recordings     files of recordings, and traces in the Trace Event Format for Perfetto
+    plots          plots of a step and of memory
+    loggers        loggers that continue after a requeue, and panels for W&B
+    hydra_trainer  the Trainer of a Hydra configuration, for `lightning_zero.conf`
 
-Begin with `monitor`.
+Start reading at `monitor`.
 """

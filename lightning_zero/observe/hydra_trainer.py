@@ -1,4 +1,4 @@
-"""From a composed configuration to its Trainer, whose loggers are told all of its settings."""
+"""Makes the Trainer of a composed Hydra configuration, and logs all settings to its loggers."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ __all__ = [
 
 
 def make_trainer(config: DictConfig) -> pl.Trainer:
-    """The Trainer of `config.trainer`, with all of `config.callbacks` and `config.logger`.
+    """Makes the Trainer of `config.trainer`, with all of `config.callbacks` and `config.logger`.
 
-    Both are mappings of which a value may be null. Every logger is given the settings, resolved,
-    without secrets: see `masked`.
-    Left out, and said so, are callbacks of the package that have nothing to do: a
+    Both are mappings whose values may be null. Every logger logs the resolved settings without
+    secrets (see `masked`). A callback without effect is left out, with a message: a
     `LearningRateMonitor` without a logger, a `ZeroMonitor` without a `ZeroStrategy`.
 
     Raises:
-        ValueError: `config.trainer.strategy` says nothing of what it is a strategy.
+        ValueError: `config.trainer.strategy` has settings but no `_target_`.
     """
     given = OmegaConf.select(config, "trainer.strategy")
     if isinstance(given, DictConfig) and "_target_" not in given:
         raise ValueError(
-            f"trainer.strategy has settings of ZeroStrategy ({', '.join(map(str, given))}) and "
-            "none that makes it one; add zero=..., or leave out what sets them."
+            f"trainer.strategy has settings ({', '.join(map(str, given))}) but no strategy; add "
+            "zero=..., or remove these settings."
         )
     loggers: Any = _members(config, "logger") or False
     logger = OmegaConf.select(config, "trainer.logger")
@@ -73,22 +72,25 @@ def _without(callbacks: list[Any], kind: type[pl.Callback], reason: str) -> list
 
 
 def optimized_metric(config: DictConfig, metrics: Any) -> float | None:
-    """Of `Trainer.callback_metrics` the one that `config.optimized_metric` names, for a sweeper."""
+    """Value of the metric named by `config.optimized_metric`, for a sweeper; None: not logged."""
     name = config.get("optimized_metric")
     if name is None:
         return None
     if name not in metrics:
         known = ", ".join(sorted(metrics)) or "none"
-        rank_zero_warn(f"optimized_metric={name} was not logged; what was: {known}.")
+        rank_zero_warn(f"optimized_metric={name} was not logged; logged metrics: {known}.")
         return None
     return float(metrics[name])
 
 
 class RunSettings(pl.Callback):
-    """Gives every logger of the Trainer what it takes to tell this run from others.
+    """Logs the settings of the run to every logger of the Trainer.
 
-    Before the first fit, validation, test or prediction, when the model is built and the strategy
-    has decided what was left to it. The settings are plain values, lists and mappings.
+    Logs once, before the first fit, validation, test or prediction, when the model is built and
+    the strategy has resolved its settings.
+
+    Args:
+        settings: Settings of the run; plain values, lists and mappings.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -100,19 +102,19 @@ class RunSettings(pl.Callback):
         if self._is_logged:
             return
         self._is_logged = True
-        told = {
+        settings = {
             **self._settings,
             **num_parameters(pl_module),
             "strategy": strategy_settings(trainer.strategy),
         }
         for logger in trainer.loggers:
-            logger.log_hyperparams(told)
+            logger.log_hyperparams(settings)
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
 
 def num_parameters(module: nn.Module) -> dict[str, int]:
-    """Elements of whole parameters, in all and those that are trained."""
+    """Number of elements of all, trainable and non-trainable parameters, unsharded."""
     parameters = list(module.parameters())
     total = sum(p.numel() for p in parameters)
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
@@ -124,18 +126,18 @@ def num_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def strategy_settings(strategy: object) -> dict[str, Any]:
-    """The class of a strategy; of ours, all settings of the engine too, as they are now."""
-    told: dict[str, Any] = {"name": type(strategy).__name__}
+    """Class name of a strategy; for a `ZeroStrategy` also its resolved settings."""
+    settings: dict[str, Any] = {"name": type(strategy).__name__}
     if isinstance(strategy, ZeroStrategy):
         config = strategy.config
-        told |= {
+        settings |= {
             field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
         }
-    return told
+    return settings
 
 
 def _plain(value: Any) -> Any:
-    """What every logger can write."""
+    """Converts a setting to plain values, which every logger can write."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

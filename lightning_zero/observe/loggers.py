@@ -1,6 +1,6 @@
-"""Loggers that go on where a requeued job stopped, and what a Weights & Biases run shows.
+"""Loggers that continue after a requeue, and panels for a Weights & Biases run.
 
-What they write with is imported when one is made.
+Packages of loggers are imported when a logger is created.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["ContinuedCSVLogger", "WandbPanels", "tensorboard_logger", "wandb_log
 
 
 class ContinuedCSVLogger(CSVLogger):
-    """Lightning's own, which deletes what it finds; this one appends where SLURM requeued the job.
+    """Lightning's CSVLogger, but it appends to the existing file if SLURM has requeued the job.
 
-    Steps that a run had logged and not saved before it was killed are there twice.
+    Steps between the last checkpoint and the end of the previous run are in the file twice.
     """
 
     @property
@@ -52,15 +52,15 @@ class _Appending(ExperimentWriter):
 
 
 def tensorboard_logger(save_dir: str | Path, **settings: Any) -> TensorBoardLogger:
-    """Lightning's own, which goes on in the same directory, the job's own.
+    """Lightning's TensorBoardLogger; after a requeue it continues in the directory of the job.
 
     Raises:
         ModuleNotFoundError: TensorBoard is not installed.
     """
     if not any(map(find_spec, ("tensorboard", "tensorboardX"))):
         raise ModuleNotFoundError(
-            "logger=tensorboard needs a package that is not installed: pip install "
-            '"lightning-zero[tensorboard]"; or choose logger=csv or logger=[csv,wandb].'
+            "logger=tensorboard needs TensorBoard, which is not installed: pip install "
+            '"lightning-zero[tensorboard]", or use logger=csv or logger=[csv,wandb].'
         )
     return TensorBoardLogger(save_dir, **settings)
 
@@ -69,7 +69,7 @@ def tensorboard_logger(save_dir: str | Path, **settings: Any) -> TensorBoardLogg
 
 _GIB = 1024**3
 _MAX_NUM_RANKS = 16
-_LONGEST_NAME = 128  # of a run, in letters; a tag may have half as many
+_MAX_NAME_LENGTH = 128  # characters of the name of a run; a tag may have half as many
 
 
 def wandb_logger(
@@ -79,21 +79,22 @@ def wandb_logger(
     tags: Sequence[str] | None = None,
     **settings: Any,
 ) -> WandbLogger:
-    """A logger whose run goes on under the same id when the job starts again in `save_dir`.
+    """Makes a WandbLogger whose run keeps its id when the job is restarted in `save_dir`.
 
-    Rank 0 alone has a run. That of an earlier job of this process, in a sweep, is finished first.
+    Only rank 0 has a run. In a sweep, the run of the previous job of this process is finished
+    first.
 
     Args:
-        save_dir: The job's own directory.
-        name: Of the run, of which Weights & Biases takes 128 letters. None: one of its own.
-        tags: Of the run, of which it takes 64 letters each.
-        **settings: Of `WandbLogger`. None: as if not given.
+        save_dir: Directory of the job.
+        name: Name of the run; at most 128 characters are used. None: chosen by W&B.
+        tags: Tags of the run; at most 64 characters of each are used.
+        **settings: Arguments of `WandbLogger`. None: not given.
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if name:
-        given["name"] = name[:_LONGEST_NAME]
+        given["name"] = name[:_MAX_NAME_LENGTH]
     if tags:
-        given["tags"] = [str(tag)[: _LONGEST_NAME // 2] for tag in tags]
+        given["tags"] = [str(tag)[: _MAX_NAME_LENGTH // 2] for tag in tags]
     if _get_rank() not in (None, 0):
         return WandbLogger(save_dir=save_dir, **given)
     import wandb
@@ -109,10 +110,10 @@ def wandb_logger(
 
 
 class WandbPanels:
-    """Bars, tables and pictures of one run beside its curves, on rank 0.
+    """Bar charts, tables and plots of a W&B run, on rank 0.
 
-    All of it is of the core package, so that it works offline. Metrics of the engine are drawn over
-    the steps that the logger counts.
+    They need only W&B's core package, so they work offline. The engine's metrics are plotted over
+    the logger's global step.
     """
 
     def __init__(self, logger: WandbLogger) -> None:
@@ -122,27 +123,27 @@ class WandbPanels:
     def log_step(
         self, memory: Sequence[MemoryReport], transfers: Sequence[TransferStats], step: int
     ) -> None:
-        """Memory by rank and state, and communication, at the step at which Lightning logs it."""
+        """Logs memory by rank and state, and communication, at the global step `step`."""
         from wandb import Table
 
         columns: list[str | int] = ["kind", "in flight s", "hidden s", "exposed s", "GiB", "GiB/s"]
         rows = [
-            [flow.kind, flow.in_flight_s, flow.hidden_s, flow.exposed_s, flow.gib, flow.gib_per_s]
-            for flow in transfers
+            [one.kind, one.in_flight_s, one.hidden_s, one.exposed_s, one.gib, one.gib_per_s]
+            for one in transfers
         ]
         communication = Table(columns=columns, data=rows)
         panels = {"zero/memory_by_rank": _bars(memory), "zero/communication": communication}
         self._logger.log_metrics(panels, step=step)
 
     def log_end(self, report: JobReport, timelines: Sequence[Path], step: int) -> None:
-        """The same of the whole job, and pictures of the steps that were traced."""
+        """Logs memory and communication of the entire job, and plots of the traced steps."""
         self.log_step(report.memory, report.transfers, step)
         for path in timelines:
             self._logger.log_image(f"zero/{path.stem}", [str(path)], step=step)
 
 
 def _bars(memory: Sequence[MemoryReport]) -> Any:
-    """A bar for each rank and state; of many ranks, for those that keep the least and the most."""
+    """Bar chart by rank and state; of many ranks, only those with the fewest and most bytes."""
     import wandb
 
     if len(memory) > _MAX_NUM_RANKS:

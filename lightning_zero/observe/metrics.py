@@ -1,21 +1,22 @@
-"""The numbers that are logged: of one recorded step, and of the time between two of them.
+"""Logged metrics: of one recorded step, and of the time between two recorded steps.
 
-Those of a step follow from the plan, so they are the same on every rank and in every step. The last
-part of a key has the unit: `_gib` (1024^3 bytes), `_s`, `_gib_per_s`; what has none is a count or a
+The keys of a step follow from the plan, so they are the same on every rank and in every step. A key
+ends in its unit: `_gib` (1024^3 bytes), `_s` or `_gib_per_s`; a key without one is a count or a
 rank.
 
-[Note: Model FLOPs] A batch has those that `LightningModule.flops_per_batch` says, the attribute
-that Lightning's `ThroughputMonitor` reads. Without it a token has those of a dense transformer: 6
-for each parameter, 2 in forward, 2 in backward for the gradient of the input, and 2 for that of the
-parameter, which a frozen one does not have (Kaplan et al., arXiv:2001.08361, section 2.1).
-Embeddings are looked up: they count only where they are output weights too. Not in it is what it
-costs a token to attend to others, 12 * layers * width * context (Chowdhery et al.,
-arXiv:2204.02311, appendix B), for a module does not tell its shape. What activation checkpointing
-computes again is not in it either: the quotient with the device's peak is MFU, not HFU.
+[Note: Model FLOPs] The FLOPs of a batch are `LightningModule.flops_per_batch`, the attribute that
+Lightning's `ThroughputMonitor` reads. Without it they are those of a dense transformer: 6 per token
+and parameter, 2 in forward, 2 in backward for the gradient of the input, and 2 for the gradient of
+the parameter, which a frozen parameter does not have (Kaplan et al., arXiv:2001.08361, section
+2.1). Embeddings are lookups: they count only if they are output weights, too. The FLOPs of
+attention scores, 12 * layers * width * context per token (Chowdhery et al., arXiv:2204.02311,
+appendix B), are not included, because they cannot be derived from a module. Recomputation by
+activation checkpointing is not included either: divided by the peak of the device, the result is
+MFU, not HFU.
 
-Alternatives considered: `torch.utils.flop_counter` counts what is dispatched, and so a block twice
-that runs again in backward. `ThroughputMonitor` waits for the GPU after every batch, and takes the
-batches of rank 0 for those of all.
+Alternatives considered: `torch.utils.flop_counter` counts dispatched operations, and so counts
+recomputed blocks twice. `ThroughputMonitor` synchronizes the GPU after every batch, and assumes
+that all ranks have the batches of rank 0.
 """
 
 from __future__ import annotations
@@ -65,23 +66,23 @@ __all__ = [
 
 SKEW = "zero/straggler/skew_s"
 _GIB = 1024**3
-_AGREEMENT = "zero/comm/agree_exposed_s"
-_FOR_OTHERS = "zero/wait/for_others_s"
+_AGREE_EXPOSED = "zero/comm/agree_exposed_s"
+_WAIT_FOR_RANKS = "zero/wait/for_others_s"
 _STATES = {State.PARAM: "param", State.GRAD: "grad", State.OPTIM: "optim"}
 _COMPUTE = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.STEP: "optimizer_s"}
 _MOVES = (Kind.TO_DEVICE, Kind.TO_CPU, Kind.READ, Kind.WRITE)
 
 
 def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
-    """On CUDA the bytes in tensors there; else what of this process is resident.
+    """Bytes allocated by tensors on a CUDA device, or resident memory of this process; and peak.
 
-    The peak is that since the process began, or since somebody has reset it.
+    The peak is that since the start of the process, or since its last reset.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # not Linux: nobody tells what is resident now
+    except OSError:  # not Linux: only the peak is known
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
         return peak, peak
@@ -91,11 +92,11 @@ def allocated_and_peak_bytes(device: torch.device) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Sample:
-    """What one rank has measured of one step."""
+    """Measurements of one step on one rank."""
 
     recording: Recording
-    memory: MemoryReport  # with gradients, before the optimizer stepped
-    allocated_bytes: int  # as `allocated_and_peak_bytes` says
+    memory: MemoryReport  # with gradients, before the optimizer step
+    allocated_bytes: int  # see `allocated_and_peak_bytes`
     peak_bytes: int
 
 
@@ -105,7 +106,7 @@ Metric = Callable[[Sample], float]
 def make_metrics(
     plan: Plan, kinds: Iterable[Kind], *, overlaps_step: bool = False
 ) -> dict[str, Metric]:
-    """What every rank measures, by key; `overlaps_step`: a forward may wait for the last step."""
+    """Metrics of a step, by key; `overlaps_step`: optimizer steps may run during forward."""
     metrics: dict[str, Metric] = {}
     tiers = _tiers(plan)
     for tier in tiers:
@@ -123,7 +124,7 @@ def make_metrics(
         metrics["zero/time/optimizer_hidden_s"] = lambda s: s.recording.hidden_s(Kind.STEP)
         metrics["zero/time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds:
-        metrics |= _of_kind(kind)
+        metrics |= _kind_metrics(kind)
     if any(bucket.stage.shards_params for bucket in plan.buckets):
         metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
         metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
@@ -134,18 +135,24 @@ def make_metrics(
         metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / _GIB
         metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / _GIB
     metrics["zero/wait/total_s"] = lambda s: s.recording.waited_s
-    metrics[_FOR_OTHERS] = lambda s: s.recording.waited_for_others_s
+    metrics[_WAIT_FOR_RANKS] = lambda s: s.recording.waited_for_others_s
     return metrics
 
 
 def recorded_kinds(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[Kind]:
-    """Kinds of collectives and transfers that a step has; `has_device_memory`: the device has own memory."""
+    """Kinds of collectives and transfers in a step.
+
+    Args:
+        plan: Plan of the engine.
+        mesh: Device mesh.
+        has_device_memory: Whether the device has memory of its own.
+    """
     tiers = _tiers(plan)
-    is_cut = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
+    is_sharded = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
     is_used = {
-        Kind.ALL_GATHER: mesh.num_shards > 1 and is_cut,
-        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and is_cut,
-        Kind.ALL_REDUCE: mesh.world_size > 1,  # of a norm, if of nothing else
+        Kind.ALL_GATHER: mesh.num_shards > 1 and is_sharded,
+        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and is_sharded,
+        Kind.ALL_REDUCE: mesh.world_size > 1,  # at least of a norm
         Kind.AGREE: mesh.world_size > 1,
         Kind.TO_DEVICE: has_device_memory and len(tiers) > 1,
         Kind.TO_CPU: has_device_memory and len(tiers) > 1,
@@ -156,7 +163,7 @@ def recorded_kinds(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[K
 
 
 def _tiers(plan: Plan) -> list[Tier]:
-    """Where states rest; with files also in CPU memory, for some optimizers have theirs there."""
+    """Tiers of the model states; NVMe implies CPU, which some optimizers need for their states."""
     used = {Tier.DEVICE}
     for bucket in plan.buckets:
         used |= {bucket.tiers.param, bucket.tiers.grad, bucket.tiers.optim}
@@ -173,10 +180,10 @@ def _in_flight_s(kind: Kind, sample: Sample) -> float:
     return sample.recording.in_flight_s(kind)
 
 
-def _of_kind(kind: Kind) -> dict[str, Metric]:
+def _kind_metrics(kind: Kind) -> dict[str, Metric]:
     key = f"zero/{'tier' if kind in _MOVES else 'comm'}/{kind.value}"
     exposed: dict[str, Metric] = {f"{key}_exposed_s": lambda s: s.recording.exposed_s(kind)}
-    if kind is Kind.AGREE:  # a few bytes, for which a rank always waits
+    if kind is Kind.AGREE:  # a few bytes, always exposed
         return exposed
     return {
         f"{key}_s": partial(_in_flight_s, kind),
@@ -188,24 +195,25 @@ def _of_kind(kind: Kind) -> dict[str, Metric]:
 
 
 def aggregate_ranks(
-    keys: Iterable[str], everyone: Sequence[Sequence[float]], *, has_spread: bool
+    keys: Iterable[str], by_rank: Sequence[Sequence[float]], *, has_spread: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What is logged of a step, and one number for all ranks.
+    """Aggregates the metrics of a step over ranks.
 
-    Of several ranks each key has two: `/mean` and `/max`. Of one rank they stand alone.
+    With several ranks each key is logged as `/mean` and `/max`, and skew and straggler are added.
+    With one rank the keys are logged as they are.
 
     Args:
-        keys: Of `make_metrics`.
-        everyone: Values by rank and key.
-        has_spread: Each has `/min` too, and `/max_rank`, the rank of the greatest.
+        keys: Keys of `make_metrics`.
+        by_rank: Values by rank and key.
+        has_spread: Whether to log `/min` and `/max_rank` (the rank with the maximum), too.
 
     Returns:
-        The numbers to log; and the mean over ranks of each key, but for agreement: what the rank
-        waits that waits least for it is how long it takes, more is skew; and of the straggler.
+        The metrics to log, and the mean over ranks of each key. For control-plane rounds the
+        minimum replaces the mean: it is their duration; longer waits are skew.
     """
-    columns = dict(zip(keys, zip(*everyone, strict=True), strict=True))
+    columns = dict(zip(keys, zip(*by_rank, strict=True), strict=True))
     means = {key: fmean(values) for key, values in columns.items()}
-    if len(everyone) == 1:
+    if len(by_rank) == 1:
         return dict(means), means
     logged: dict[str, float] = {}
     for key, values in columns.items():
@@ -214,20 +222,20 @@ def aggregate_ranks(
         if has_spread:
             logged[f"{key}/min"] = min(values)
             logged[f"{key}/max_rank"] = values.index(max(values))
-    waited = columns[_FOR_OTHERS]
-    least = min(waited)  # the rank that the others wait for waits least itself
+    waited = columns[_WAIT_FOR_RANKS]
+    least = min(waited)  # the straggler waits least
     skew = (sum(waited) - len(waited) * least) / (len(waited) - 1)
     straggler = {"zero/straggler/rank": waited.index(least), SKEW: skew}
-    if _AGREEMENT in columns:
-        means[_AGREEMENT] = min(columns[_AGREEMENT])
+    if _AGREE_EXPOSED in columns:
+        means[_AGREE_EXPOSED] = min(columns[_AGREE_EXPOSED])
     return logged | straggler, means | straggler
 
 
-# ------------------------------------------------------------------------ between two steps
+# ------------------------------------------------------------------------ throughput
 
 
 class Counts(NamedTuple):
-    """What a rank has trained; NaN: not known."""
+    """Amounts that a rank has trained; NaN: unknown."""
 
     steps: float = 0.0  # batches with an optimizer step
     batches: float = 0.0
@@ -244,17 +252,17 @@ class Counts(NamedTuple):
 
 
 class Throughput:
-    """Counts batches and the time for them, without evaluation. Local, and no wait for a device.
+    """Counts batches and their time, without evaluation. Local; does not synchronize the device.
 
-    Loading of data counts; what comes between an evaluation and the batch after it does not.
+    Data loading is included; the time from an evaluation to the next batch is not.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._flops_per_token = flops_per_token(module)
         self._total = self._until_lap = Counts()
-        self._first: Counts | None = None  # the first step; None until it is over
-        self._since: float | None = None  # None: the clock stands
+        self._first: Counts | None = None  # the first step; None before its end
+        self._since: float | None = None  # None: paused
 
     @property
     def is_warm(self) -> bool:
@@ -262,7 +270,7 @@ class Throughput:
 
     @property
     def warm(self) -> Counts:
-        """All but the first step."""
+        """Counts without those of the first step."""
         return Counts() if self._first is None else self._total.minus(self._first)
 
     def before_batch(self) -> None:
@@ -280,7 +288,7 @@ class Throughput:
                 f"flops_per_batch of {type(self._module).__name__} must be a number of at least 0, "
                 f"an attribute or a property, got {flops!r}."
             )
-        # As Lightning counts, without its warning where tensors differ: the first one tells.
+        # As Lightning counts, but without its warning where sizes differ: the first tensor counts.
         size = next(_extract_batch_size(batch), None)
         counts = (has_stepped, 1, math.nan if size is None else size, tokens, flops)
         self._total = self._total.plus(Counts(*map(float, counts)))
@@ -288,11 +296,11 @@ class Throughput:
             self._first = self._total
 
     def pause(self) -> None:
-        """Stops the clock until the next batch."""
+        """Pauses the time until the next batch."""
         self._since = None
 
     def lap(self) -> Counts:
-        """Since the last call, or the beginning; exact where the device has nothing left to do."""
+        """Counts since the last call or the start; exact if the device is idle."""
         self._tick()
         counts, self._until_lap = self._total.minus(self._until_lap), self._total
         return counts
@@ -305,7 +313,7 @@ class Throughput:
 
 
 def num_tokens(batch: Any) -> float:
-    """Elements of `input_ids`, or else of the first tensor; NaN unless it is integers in 2 dims."""
+    """Elements of `input_ids`, or of the first tensor; NaN unless it is an integer matrix."""
     if isinstance(batch, Mapping):
         batch = batch["input_ids"] if "input_ids" in batch else list(batch.values())
     first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
@@ -315,10 +323,10 @@ def num_tokens(batch: Any) -> float:
 
 
 def flops_per_token(module: nn.Module) -> int:
-    """Of forward and backward in a dense transformer: see [Note: Model FLOPs]. Local.
+    """FLOPs per token of forward and backward in a dense transformer. Local.
 
-    Whole or sharded: parameters tell the shape of the whole. Weights of 4 bits count by what they
-    stand for.
+    See [Note: Model FLOPs]. Parameters may be sharded: they have their unsharded shape. 4-bit
+    weights count with their unpacked size.
     """
     multiplied = {
         parameter
@@ -335,32 +343,32 @@ def _numel(parameter: nn.Parameter) -> int:
 
 
 def peak_flops(strategy: ZeroStrategy) -> float:
-    """Of the device per second, in the dtype of the computation, as Lightning's table has it.
+    """Peak FLOPs per second of the device in the dtype of computation, from Lightning's table.
 
-    NaN where that does not know the device; of a GPU it warns then.
+    NaN if the device is not in the table; for a GPU Lightning warns then.
     """
     dtype, precision = strategy.config.param_dtype, strategy.precision_plugin
-    if dtype is None or isinstance(precision, MixedPrecision):  # autocast computes in its own
+    if dtype is None or isinstance(precision, MixedPrecision):  # autocast has a dtype of its own
         dtype = _plugin_to_compute_dtype(precision)
     return get_available_flops(strategy.root_device, dtype) or math.nan
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of all ranks together, without evaluation; NaN: unknown."""
+    """Throughput of all ranks together, without evaluation; NaN: unknown."""
 
-    num_steps: int  # that were timed
+    num_steps: int  # timed optimizer steps
     steps_per_s: float
-    batches_per_s: float  # of one rank; the next two of all
+    batches_per_s: float  # of one rank; the next two are of all ranks
     samples_per_s: float
     tokens_per_s: float
     tflops_per_device: float  # 10^12 operations per second: see [Note: Model FLOPs]
-    mfu: float  # model FLOPs utilization, the share of the device's peak
+    mfu: float  # model FLOPs utilization: share of the device's peak
 
     @classmethod
-    def from_counts(cls, everyone: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
-        """From the counts of each rank, and `peak_flops`."""
-        counts = [Counts(*rank) for rank in everyone]
+    def from_counts(cls, by_rank: Sequence[Sequence[float]], peak: float = math.nan) -> Speed:
+        """Throughput from the counts of each rank, and `peak_flops`."""
+        counts = [Counts(*rank) for rank in by_rank]
         seconds = max(rank.seconds for rank in counts) or math.nan
         flops = sum(rank.flops for rank in counts) / len(counts) / seconds
         return cls(
@@ -374,7 +382,7 @@ class Speed:
         )
 
     def metrics(self) -> dict[str, float]:
-        """What is logged; what is unknown is left out."""
+        """Metrics to log, without unknown ones."""
         names = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu")
-        found = {f"zero/throughput/{name}": getattr(self, name) for name in names}
-        return {key: value for key, value in found.items() if not math.isnan(value)}
+        values = {f"zero/throughput/{name}": getattr(self, name) for name in names}
+        return {key: value for key, value in values.items() if not math.isnan(value)}

@@ -1,7 +1,7 @@
-"""What the engine does, to any logger: memory, communication, stragglers, and where time goes.
+"""Monitoring of the engine for any logger: memory, communication, stragglers and time.
 
-`ZeroMonitor` is told of a training by the Trainer, and shows it; `FitMonitor` has what is seen of one
-fit: `Windows` around the steps that are recorded, numbers and means of them.
+`ZeroMonitor` is the callback of the Trainer. `FitMonitor` monitors one fit: it records steps in
+`Windows` and computes their metrics and means.
 """
 
 from __future__ import annotations
@@ -50,47 +50,47 @@ __all__ = ["MonitorConfig", "FitMonitor", "RecordedStep", "Window", "Windows", "
 
 
 class ZeroMonitor(pl.Callback):
-    """Logs what every rank keeps, computes, sends and waits for, and reports on it at the end.
+    """Logs memory, compute time, communication and waits of every rank, and prints a report.
 
-    Every `every_n_steps` optimizer steps one is recorded, with all of its micro-batches: in manual
-    optimization all that is stepped in one batch. Its numbers, each as `/mean` and `/max` over the
-    ranks where there are several, go to all loggers of the Trainer, at the step at which Lightning
-    logs those of the same batch. Other steps cost nothing. Evaluation within a step takes it out of
-    the record.
+    One of `every_n_steps` optimizer steps is recorded, with all of its micro-batches (in manual
+    optimization, with all optimizer steps of one batch). With several ranks, each metric is logged
+    as `/mean` and `/max` over ranks, to all loggers of the Trainer, at the step at which Lightning
+    logs metrics of the same batch. Other steps have no overhead. A step with an evaluation inside
+    is not recorded.
 
-    With them goes the throughput since the step that was logged before: samples and tokens per
-    second of all ranks, TFLOPS per device, and MFU where Lightning knows the device's peak. FLOPs
-    are the model's, not those of activation checkpointing: `LightningModule.flops_per_batch`, or
-    else, for each token, 6 for each trained and 4 for each frozen parameter but embeddings (Kaplan
-    et al., arXiv:2001.08361, section 2.1).
+    The throughput since the previous logged step is logged with it: samples and tokens per second
+    of all ranks, TFLOPS per device, and MFU if Lightning knows the peak of the device. FLOPs are
+    those of the model, without recomputation: `LightningModule.flops_per_batch`, or per token 6 for
+    each trained and 4 for each frozen parameter except embeddings (Kaplan et al.,
+    arXiv:2001.08361, section 2.1).
 
-    A step is recorded from its first batch to that of the next one, or to an evaluation, a
-    checkpoint or the end of the epoch: loading of data is in it. Where the next step is recorded,
-    too, the numbers are gathered and logged within that.
+    A recorded step lasts from its first batch to the first batch of the next step, or to an
+    evaluation, a checkpoint or the end of the epoch. It thus includes data loading. If the next
+    step is recorded, too, it includes the gathering and logging of the metrics.
 
-    On CUDA a recorded step begins and ends when the device has done what was asked of it. All
-    windows of a traced step begin within the time of one message, for the ranks agree right before
-    it. Files are written by rank 0, into `zero/` of the run's directory.
+    On CUDA the device is synchronized at the start and the end of a recorded step. A traced step
+    starts on all ranks within the time of one message, because of a barrier right before it. Rank 0
+    writes files into `zero/` in the directory of the run.
 
-    Collective: every rank, in recorded steps and when training ends.
+    Collective: every rank, in recorded steps and at the end of training.
 
     Args:
-        every_n_steps: None: the Trainer's `log_every_n_steps`. 0: only `trace_steps`.
-        trace_steps: Record also the steps before which `Trainer.global_step` is one of these, and
-            write them to `zero/recordings`, for `lightning-zero trace`.
-        report: When training ends, print memory by rank, throughput and communication, and write
-            them to `zero/` with pictures of the memory and of the traced steps.
-        grad_norms: Log the norm of the gradients of each bucket, before clipping. Not where some
-            rest in files, for all of these would be read once more.
-        spread: Log of each number over the ranks `/min` too, and `/max_rank`, the rank of the
-            greatest.
-        dirpath: The run's directory. None: the first logger's, or else the Trainer's
-            `default_root_dir`; the working directory where that is remote.
+        every_n_steps: Interval of recorded steps. None: the Trainer's `log_every_n_steps`. 0: only
+            `trace_steps`.
+        trace_steps: Values of `Trainer.global_step` before steps that are recorded in addition, and
+            written to `zero/recordings` for `lightning-zero trace`.
+        report: Print memory by rank, throughput and communication at the end of training, and write
+            them to `zero/`, with plots of memory and of the traced steps.
+        grad_norms: Log the gradient norm of each bucket, before clipping. Without effect if
+            gradients are offloaded to NVMe, where all of them would be read once more.
+        spread: Also log `/min` and `/max_rank` (the rank with the maximum) of each metric.
+        dirpath: Directory of the run. None: that of the first logger, or the Trainer's
+            `default_root_dir`; if that is remote, the working directory.
 
     Raises:
-        TypeError: An argument of the wrong type; or, before anything is trained, a strategy that is
-            not a `ZeroStrategy`.
-        ValueError: A negative number of steps; or a second monitor, before anything is trained.
+        TypeError: An argument has a wrong type; or, before training, the strategy is not a
+            `ZeroStrategy`.
+        ValueError: A number of steps is negative; or, before training, there is a second monitor.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ZeroMonitor(pl.Callback):
         self.has_spread = spread
         self.dirpath = None if dirpath is None else Path(dirpath)
         # While training:
-        self._watch: FitMonitor | None = None
+        self._fit: FitMonitor | None = None
         self._panels: list[WandbPanels] = []  # of the Weights & Biases runs of rank 0
 
     @override
@@ -128,17 +128,17 @@ class ZeroMonitor(pl.Callback):
         zero_strategy(trainer, self)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if sum(isinstance(callback, ZeroMonitor) for callback in callbacks) > 1:
-            raise ValueError("expected one ZeroMonitor, got several; an engine has one recorder.")
-        self._watch = None
+            raise ValueError("expected one ZeroMonitor, got several; remove all but one.")
+        self._fit = None
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         every = self.every_n_steps
         run = self.dirpath or trainer.log_dir or trainer.default_root_dir
         if is_remote(run):
-            run = "."  # recordings and pictures are local files
+            run = "."  # recordings and plots are local files
         strategy = zero_strategy(trainer, self)
-        self._watch = FitMonitor(
+        self._fit = FitMonitor(
             strategy,
             MonitorConfig(
                 trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
@@ -149,7 +149,7 @@ class ZeroMonitor(pl.Callback):
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )
-        strategy.before_saving = self._watch.end_window
+        strategy.before_saving = self._fit.end_window
         loggers = trainer.loggers if trainer.is_global_zero else []
         self._panels = [WandbPanels(run) for run in loggers if isinstance(run, WandbLogger)]
 
@@ -157,15 +157,15 @@ class ZeroMonitor(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._watch is not None:
-            self._log(trainer, self._watch.before_batch(*_progress(trainer)))
+        if self._fit is not None:
+            self._log(trainer, self._fit.before_batch(*_progress(trainer)))
 
     @override
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        if self._watch is not None:
-            self._watch.before_step(optimizer)
+        if self._fit is not None:
+            self._fit.before_step(optimizer)
 
     @override
     def on_train_batch_end(
@@ -176,73 +176,73 @@ class ZeroMonitor(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if self._watch is not None:
-            self._watch.after_batch(batch, *_progress(trainer))
+        if self._fit is not None:
+            self._fit.after_batch(batch, *_progress(trainer))
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._watch is not None:
-            self._watch.end_window()  # what comes between epochs is in no window
+        if self._fit is not None:
+            self._fit.end_window()  # code between epochs is in no window
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._watch is not None:
-            self._watch.pause()
+        if self._fit is not None:
+            self._fit.pause()
 
     @override
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        watch = self._stop(trainer)
-        if watch is not None:
-            watch.windows.stop()
+        fit = self._stop(trainer)
+        if fit is not None:
+            fit.windows.stop()
 
     def _stop(self, trainer: pl.Trainer) -> FitMonitor | None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
+        fit, self._fit = self._fit, None
+        if fit is not None:
             zero_strategy(trainer, self).before_saving = None
-        return watch
+        return fit
 
-    def _log(self, trainer: pl.Trainer, watched: RecordedStep | None) -> None:
-        if watched is None or not trainer.is_global_zero:
+    def _log(self, trainer: pl.Trainer, recorded: RecordedStep | None) -> None:
+        if recorded is None or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(watched.metrics, step=watched.num_batches)
-        for panels in self._panels if watched.memory else ():
-            with _forgiving("a panel was not shown"):
-                panels.log_step(watched.memory, watched.transfers, watched.num_batches)
+            logger.log_metrics(recorded.metrics, step=recorded.num_batches)
+        for panels in self._panels if recorded.memory else ():
+            with _warn_on_error("a panel was not logged"):
+                panels.log_step(recorded.memory, recorded.transfers, recorded.num_batches)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        watch = self._stop(trainer)
-        if watch is None:
+        fit = self._stop(trainer)
+        if fit is None:
             return
-        self._log(trainer, watch.last())
+        self._log(trainer, fit.last())
         if not self.has_report:
             return
-        report = watch.report()
+        report = fit.report()
         if not trainer.is_global_zero:
             return
         timelines: list[Path] = []
-        with _forgiving("the report was not written"):
-            timelines = self._tell(report, watch)
+        with _warn_on_error("the report was not written"):
+            timelines = self._write_report(report, fit)
         for panels in self._panels:
-            with _forgiving("the report was not shown"):
+            with _warn_on_error("the report was not logged"):
                 panels.log_end(report, timelines, _progress(trainer)[0])
 
-    def _tell(self, report: JobReport, watch: FitMonitor) -> list[Path]:
-        """Prints and writes all; pictures of traced steps."""
+    def _write_report(self, report: JobReport, fit: FitMonitor) -> list[Path]:
+        """Prints and writes the report; returns the paths of the plots of traced steps."""
         print("\n" + report.text())
-        paths = report.write(watch.folder)
+        paths = report.write(fit.folder)
         if has_matplotlib():
-            paths.append(watch.folder / "memory.png")
+            paths.append(fit.folder / "memory.png")
             plot_memory(report.memory, paths[-1])
-        for recordings in watch.traced:
-            paths += write_trace(recordings, watch.folder)
+        for recordings in fit.traced:
+            paths += write_trace(recordings, fit.folder)
         if not has_matplotlib():
             print(MATPLOTLIB_HINT)
-        if watch.windows.traces:
-            print(f"trace_steps that did not come: {', '.join(map(str, watch.windows.traces))}")
+        if fit.windows.traces:
+            print(f"trace_steps that were not reached: {', '.join(map(str, fit.windows.traces))}")
         print("written:", *paths, sep="\n  ")
         return [path for path in paths if path.match("trace_*.png")]
 
@@ -255,31 +255,31 @@ def _check_steps(name: str, value: object) -> None:
 
 
 def _progress(trainer: pl.Trainer) -> tuple[int, int]:
-    """Batches that have stepped, at which Lightning logs; and steps of all optimizers."""
+    """Number of batches with an optimizer step (Lightning logs at it), and of optimizer steps."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step
 
 
 @contextmanager
-def _forgiving(what: str) -> Iterator[None]:
-    """Warns of an exception on rank 0, which would end a training or leave other ranks waiting."""
+def _warn_on_error(what: str) -> Iterator[None]:
+    """Turns an exception into a warning: on rank 0 alone it would leave other ranks waiting."""
     try:
         yield
     except Exception as error:
         warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
-# ------------------------------------------------------------------------ which steps
+# ------------------------------------------------------------------------ windows
 
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """What is to be watched, the same on every rank.
+    """Settings of a monitor, the same on every rank.
 
     Attributes:
-        every_n_steps: A step is recorded with which a multiple of so many is complete; 0: none.
-        trace_steps: And those before which so many optimizer steps were taken; of several steps
-            within a batch, any. They are written to files.
-        has_grad_norms: Measure norms of gradients, unless some rest in files.
+        every_n_steps: Interval of recorded steps: those that complete a multiple of it; 0: none.
+        trace_steps: Numbers of optimizer steps before the traced steps, which are also written to
+            files. If a batch has several optimizer steps, any of them matches.
+        has_grad_norms: Whether to measure gradient norms, unless gradients are offloaded to NVMe.
         has_spread: See `aggregate_ranks`.
     """
 
@@ -291,38 +291,44 @@ class MonitorConfig:
 
 @dataclass(frozen=True)
 class Window:
-    """One that has ended."""
+    """Recording of one step.
+
+    Attributes:
+        recording: Spans of the step.
+        num_batches: Number of batches with an optimizer step before it; Lightning logs at it.
+        is_traced: Whether the step is one of `trace_steps`.
+    """
 
     recording: Recording
-    num_batches: int  # that had stepped before its last one, at which Lightning logs
-    is_traced: bool  # it is one of `trace_steps`
+    num_batches: int
+    is_traced: bool
 
 
 class Windows:
-    """Windows of one fit, each over one step with all of its micro-batches.
+    """Windows of one fit, each with the recording of one step and all of its micro-batches.
 
-    A step is over with a batch in which `Trainer.global_step` has grown: the last of one or several
-    batches of accumulation, in manual optimization one or several steps of the optimizers. Its
-    window ends where the next batch begins, or right before something else does, such as an
-    evaluation: what a step leaves under way, gathers or a step beside the next forward, is in one
-    window or the next, and so is loading of data. The recorder is on from the step before, so that
-    it sees what that has left under way.
+    A step ends with a batch that increases `Trainer.global_step`: the last of one or several
+    batches of accumulation, or in manual optimization a batch with one or several optimizer steps.
+    Its window ends at the start of the next batch, or right before other code, such as an
+    evaluation. All-gathers and optimizer steps that overlap with the next forward are in one of the
+    two windows, and so is data loading. The recorder starts one step earlier, so that it sees what
+    that step leaves in flight.
 
     Args:
-        recorder: Of the engine.
-        wanted: Which steps.
-        progress: Batches that have stepped, and optimizer steps, before this fit.
-        align: Called right before a traced window begins.
+        recorder: Recorder of the engine.
+        config: Steps to record.
+        progress: Number of batches with an optimizer step, and of optimizer steps, before this fit.
+        align: Function called right before a traced window begins.
 
     Attributes:
-        is_open: A window is under way.
-        traces: Steps that are to be traced and have not come.
+        is_open: Whether a window is being recorded.
+        traces: Steps to trace that are not reached yet.
     """
 
     def __init__(
         self,
         recorder: Recorder,
-        wanted: MonitorConfig,
+        config: MonitorConfig,
         *,
         progress: tuple[int, int],
         align: Callable[[], object],
@@ -330,25 +336,30 @@ class Windows:
         num_batches, num_steps = progress
         self._recorder = recorder
         self._align = align
-        self._every = wanted.every_n_steps
+        self._every = config.every_n_steps
         self._multiples = num_batches // self._every if self._every else 0  # already recorded
-        self.traces = sorted({step for step in wanted.trace_steps if step >= num_steps})
+        self.traces = sorted({step for step in config.trace_steps if step >= num_steps})
         self.is_open = self._is_traced = False
-        # Batches before the one that has ended the open window's step.
-        self._over: int | None = None
-        self._ended: Window | None = None  # by `close`
-        self._first: int | None = None  # optimizer steps before the present one; None between steps
-        self._stride = 1  # optimizer steps in the last one
+        # Batches before the one that ended the step of the open window; None: it has not ended.
+        self._end_batch: int | None = None
+        self._ended_window: Window | None = None  # by `close`
+        # Optimizer steps before the current step; None between steps.
+        self._first_step: int | None = None
+        self._stride = 1  # optimizer steps in the last step
 
     def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
-        """Ends a window and begins one, each where it is due. Collective if the latter is traced.
+        """Ends a window and begins the next, if due. Collective if the next one is traced.
 
-        Given are the batches that have stepped until now, and the optimizer steps. The window that
-        has ended is returned, also if `close` has ended it.
+        Args:
+            num_batches: Number of batches with an optimizer step so far.
+            num_steps: Number of optimizer steps so far.
+
+        Returns:
+            The window that ended, here or in `close`.
         """
-        if self._first is not None:
+        if self._first_step is not None:
             return None  # a further micro-batch
-        self._first = num_steps
+        self._first_step = num_steps
         window = self.take()
         if self._is_due(num_batches, num_steps):
             self._is_traced = self._is_to_trace(num_steps)
@@ -364,37 +375,38 @@ class Windows:
         return window
 
     def after_batch(self, num_batches: int, num_steps: int) -> None:
-        """Looks whether the step is over; `num_batches` have stepped before this one."""
-        if self._first is None or num_steps == self._first:
+        """Checks whether the step has ended; `num_batches` had a step before this batch."""
+        if self._first_step is None or num_steps == self._first_step:
             return
-        self._stride, self._first = num_steps - self._first, None
+        self._stride, self._first_step = num_steps - self._first_step, None
         if self.is_open:
-            self._over = num_batches
+            self._end_batch = num_batches
             self.traces = [step for step in self.traces if step >= num_steps]
             if self._every:
                 self._multiples = (num_batches + 1) // self._every
 
     def close(self) -> bool:
-        """Something else than training comes: no window goes on, and no spans are kept.
+        """Ends or drops the open window before code other than training, and stops recording.
 
-        Says whether the step was not over, so that its window is dropped.
+        Returns:
+            Whether a window was dropped because its step had not ended.
         """
-        if self._over is not None:
-            self._ended = self.take()
+        if self._end_batch is not None:
+            self._ended_window = self.take()
         is_dropped, self.is_open = self.is_open, False
         self.stop()
         return is_dropped
 
     def take(self) -> Window | None:
-        """Ends the window whose step is over; at once, if `close` has not done so."""
-        window, self._ended = self._ended, None
-        if self._over is not None:
-            window = Window(self._recorder.end(), self._over, self._is_traced)
-            self.is_open, self._over = False, None
+        """Returns the window whose step has ended, and ends it unless `close` has."""
+        window, self._ended_window = self._ended_window, None
+        if self._end_batch is not None:
+            window = Window(self._recorder.end(), self._end_batch, self._is_traced)
+            self.is_open, self._end_batch = False, None
         return window
 
     def stop(self) -> None:
-        """Keeps no spans any more."""
+        """Stops recording spans."""
         if self._recorder.is_on:
             self._recorder.stop()
 
@@ -410,28 +422,33 @@ class Windows:
         return bool(self.traces) and self.traces[0] < num_steps + self._stride
 
 
-# ------------------------------------------------------------------------ one fit
+# ------------------------------------------------------------------------ fit
 
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step of all ranks."""
+    """One recorded step of all ranks.
 
-    num_batches: int  # as `Window` has it
+    Attributes:
+        num_batches: Number of batches with an optimizer step before it, as in `Window`.
+        metrics: Metrics to log.
+        memory: Memory by rank before the optimizer step; of the first step alone, on rank 0.
+        transfers: Statistics by kind of transfer.
+    """
+
+    num_batches: int
     metrics: dict[str, float]
-    memory: list[
-        MemoryReport
-    ]  # by rank, before the optimizer stepped; of the first step, on rank 0
+    memory: list[MemoryReport]
     transfers: list[TransferStats]
 
 
 class FitMonitor:
-    """What a rank keeps of a fit; every rank makes it and calls its methods at the same batches."""
+    """Monitor of one fit. Every rank creates it, and calls its methods at the same batches."""
 
     def __init__(
         self,
         strategy: ZeroStrategy,
-        wanted: MonitorConfig,
+        config: MonitorConfig,
         *,
         folder: Path,
         progress: tuple[int, int],
@@ -441,35 +458,36 @@ class FitMonitor:
         assert strategy.lightning_module is not None
         self.throughput = Throughput(strategy.lightning_module)
         self._peak_flops = peak_flops(strategy)
-        self.traced: list[list[Recording]] = []  # by step, of all ranks; on rank 0
-        self.windows = Windows(engine.recorder, wanted, progress=progress, align=self._align)
+        self.traced: list[list[Recording]] = []  # by step and rank; on rank 0
+        self.windows = Windows(engine.recorder, config, progress=progress, align=self._align)
         self._strategy = strategy
-        # Each gradient in a file would be read once more.
+        # For norms, each gradient on NVMe would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
-        self._has_grad_norms = wanted.has_grad_norms and not in_files
-        self._has_spread = wanted.has_spread
+        self._has_grad_norms = config.has_grad_norms and not in_files
+        self._has_spread = config.has_spread
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
         self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
-        self._kinds += [Kind.STEP] * overlaps
+        if overlaps:
+            self._kinds.append(Kind.STEP)
         self._num_steps = progress[1]
-        self._memory: MemoryReport | None = None  # of the window under way
-        self._norms: dict[str, Tensor] = {}  # likewise
-        self._sums: dict[str, float] = {}  # of the means over ranks, without the first step
-        self._num_recorded = 0  # in these sums
-        self._has_seen = False
-        self._is_first = True  # the step under way, or the one that is over
+        self._memory: MemoryReport | None = None  # of the open window
+        self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
+        self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
+        self._num_recorded = 0  # steps in `_sums`
+        self._has_logged_memory = False
+        self._is_first = True  # whether the current or last step is the first one
 
     def before_batch(self, num_batches: int, num_steps: int) -> RecordedStep | None:
-        """Ends a window, and begins one. Collective where either is recorded; see `Windows`."""
+        """Ends a window and begins the next. Collective if either is recorded; see `Windows`."""
         self.throughput.before_batch()
         return self._gather(self.windows.before_batch(num_batches, num_steps))
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Gradients are whole means, unscaled and not clipped yet. Collective if recorded."""
+        """Measures memory and gradients: reduced, unscaled, not clipped. Collective if recorded."""
         if not self.windows.is_open:
             return
-        # Now, for after the step a worker may be at it still, and would be waited for.
+        # Now, because after the step this would wait for a worker that is still stepping.
         self._memory = self._strategy.memory_report()
         if self._has_grad_norms:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -480,38 +498,38 @@ class FitMonitor:
             self._norms |= {name: norm for name, norm in norms.items() if name in stepped}
 
     def after_batch(self, batch: Any, num_batches: int, num_steps: int) -> None:
-        """Counts a batch, before which `num_batches` have stepped."""
+        """Counts a batch; `num_batches` had an optimizer step before it."""
         self.windows.after_batch(num_batches, num_steps)
         self._is_first = not self.throughput.is_warm
         self.throughput.after_batch(batch, has_stepped=num_steps > self._num_steps)
         self._num_steps = num_steps
 
     def _align(self) -> None:
-        """Ranks whose devices have nothing left to do meet."""
+        """Barrier of all ranks, after their devices are idle."""
         if self._engine.device.type == "cuda":
             streams.synchronize(self._engine.device)
         self._engine.lockstep.barrier("a window of the monitor")
 
     def end_window(self) -> None:
-        """Something comes that is in no window: evaluation, a checkpoint, the end of an epoch."""
+        """Ends the window before an evaluation, a checkpoint or the end of an epoch."""
         if self.windows.is_open:
-            # Waits for a worker that steps beside the training: that belongs to this step.
+            # Waits for a worker that still steps: its time belongs to this step.
             self._strategy.memory_report()
         if self.windows.close():
             self._memory, self._norms = None, {}
 
     def pause(self) -> None:
-        """Something comes that is in no window and in no throughput."""
+        """Ends the window, and pauses the throughput."""
         self.end_window()
         self.throughput.pause()
 
     def last(self) -> RecordedStep | None:
-        """The window with which training ends. Collective."""
+        """Recorded step at the end of training. Collective."""
         self.pause()
         return self._gather(self.windows.take())
 
     def report(self) -> JobReport:
-        """Of the whole fit; the memory is known on rank 0 alone. Collective: every rank."""
+        """Report of the fit; memory is empty except on rank 0. Collective: every rank."""
         counts = self._engine.comm.control.gather_floats(self.throughput.warm)
         means = {key: value / self._num_recorded for key, value in self._sums.items()}
         return JobReport(
@@ -530,27 +548,27 @@ class FitMonitor:
     def _gather(self, window: Window | None) -> RecordedStep | None:
         if window is None:
             return None
-        # Another rank may have failed, and would never come to the next collective.
+        # Raises if another rank has failed and would not reach the next collective.
         self._engine.lockstep.barrier("the metrics of the monitor")
         comm = self._engine.comm
-        report = self._memory or self._strategy.memory_report()  # a step without Lightning's hooks
+        report = self._memory or self._strategy.memory_report()  # if `before_step` was not called
         resident = allocated_and_peak_bytes(self._engine.device)
         sample = Sample(window.recording, report, *resident)
         own = [metric(sample) for metric in self._metrics.values()]
-        counts = self.throughput.lap()  # exact: a window ends with the device
-        everyone = comm.control.gather_floats([*own, *counts])
-        measured = [rank[: len(own)] for rank in everyone]
+        counts = self.throughput.lap()  # exact: the device is idle at the end of a window
+        by_rank = comm.control.gather_floats([*own, *counts])
+        measured = [rank[: len(own)] for rank in by_rank]
         logged, means = aggregate_ranks(self._metrics, measured, has_spread=self._has_spread)
         logged |= Speed.from_counts(
-            [rank[len(own) :] for rank in everyone], self._peak_flops
+            [rank[len(own) :] for rank in by_rank], self._peak_flops
         ).metrics()
         memory: list[MemoryReport] = []
-        if not self._has_seen:
-            memory, self._has_seen = comm.control.collect_objects(report), True
+        if not self._has_logged_memory:
+            memory, self._has_logged_memory = comm.control.collect_objects(report), True
         if window.is_traced:
-            self._keep(comm.control.collect_objects(window.recording))
+            self._write_recordings(comm.control.collect_objects(window.recording))
         if self._has_grad_norms and self._memory is not None:
-            logged |= self._of_gradients()
+            logged |= self._grad_norm_metrics()
         self._memory, self._norms = None, {}
         if not self._is_first:
             self._num_recorded += 1
@@ -559,19 +577,19 @@ class FitMonitor:
         transfers = [TransferStats.from_means(kind, means) for kind in self._kinds]
         return RecordedStep(window.num_batches, logged, memory, transfers)
 
-    def _of_gradients(self) -> dict[str, float]:
-        """Norms that are the same on every rank; 0 where what is trained has got no gradient."""
+    def _grad_norm_metrics(self) -> dict[str, float]:
+        """Gradient norms, the same on every rank; 0 for buckets without a gradient."""
         norms = {plan.name: 0.0 for plan in self._engine.plan.buckets if plan.is_trainable}
         norms |= {name: float(norm) for name, norm in self._norms.items()}
-        # "root[0]" and "blocks.3/frozen" are no names that every logger takes.
+        # Not every logger accepts names such as "root[0]" and "blocks.3/frozen".
         logged = {re.sub(r"[^\w.-]+", ".", name).strip("."): norm for name, norm in norms.items()}
         logged["total"] = math.hypot(*norms.values())
         return {f"zero/grad_norm/{name}": norm for name, norm in logged.items()}
 
-    def _keep(self, recordings: list[Recording]) -> None:
+    def _write_recordings(self, recordings: list[Recording]) -> None:
         if not recordings:
-            return  # on the other ranks
+            return  # not rank 0
         self.traced.append(recordings)
-        with _forgiving("the recording was not written"):
+        with _warn_on_error("the recording was not written"):
             for recording in recordings:
                 write_recording(self.folder, recording)

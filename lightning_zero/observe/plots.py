@@ -1,7 +1,7 @@
-"""Pictures of one step on some ranks, and of the bytes that every rank keeps.
+"""Plots of one step on several ranks, and of the memory of every rank.
 
 One colour for one thing, on white; inches downwards, seconds to the right. matplotlib is imported
-when a picture is drawn.
+when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ __all__ = [
     "write_trace",
 ]
 
-MATPLOTLIB_HINT = 'pictures need matplotlib: pip install "lightning-zero[plot]"'
+MATPLOTLIB_HINT = 'plots need matplotlib: pip install "lightning-zero[plot]"'
 INK = "#222222"
-ALARM = "#D55E00"  # time that is lost, memory that there is not
-# All of Okabe and Ito, or of Tol's muted scheme, which most people can tell apart. What moves a
-# state has the state's colour; computation is grey, so that transfers stand out.
+ALARM = "#D55E00"  # lost time, missing memory
+# Colours of Okabe and Ito and of Tol's muted scheme, which are safe for colour blindness. Transfers
+# have the colour of the state that they move; compute is grey, so that transfers stand out.
 STATE_COLOURS = {State.PARAM: "#0072B2", State.GRAD: "#E69F00", State.OPTIM: "#009E73"}
 _KIND_COLOURS = {
     Kind.FORWARD: "#B4B4B4",
@@ -72,29 +72,28 @@ def has_matplotlib() -> bool:
 
 
 def write_trace(recordings: Sequence[Recording], folder: Path) -> list[Path]:
-    """Writes the trace of a step, and its picture where that can be drawn; says where."""
+    """Writes the trace of a step, and its plot if matplotlib is installed; returns the paths."""
     path = folder / f"trace_step_{recordings[0].step}.json"
     path.write_text(json.dumps(chrome_trace(recordings)))
     if not has_matplotlib():
         return [path]
-    picture = path.with_suffix(".png")
-    plot_timeline(recordings, picture)
-    return [path, picture]
+    plot = path.with_suffix(".png")
+    plot_timeline(recordings, plot)
+    return [path, plot]
 
 
-# ------------------------------------------------------------------------ for every picture
+# ------------------------------------------------------------------------ figures
 
 
 @contextlib.contextmanager
 def blank_figure(path: Path, size: tuple[float, float], *, dpi: int = 100) -> Iterator[Figure]:
-    """An empty white figure of so many inches, written to `path` when the block ends well.
+    """White figure of `size` in inches, written to `path` if the block ends without an exception.
 
-    Whatever the user has set for pictures of their own (a dark style, a backend) neither shows here
-    nor is changed.
+    The user's matplotlib style and backend are neither used nor changed.
 
     Raises:
-        ValueError: The file's ending is no format of pictures.
-        OSError: It cannot be written.
+        ValueError: The suffix of the file is not an image format.
+        OSError: The file cannot be written.
     """
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -118,39 +117,39 @@ def titled_axes(
     """Axes in a `blank_figure` with a title.
 
     Args:
-        title: In the upper margin.
-        path: Of the picture.
-        width: Of all of it, in inches.
-        height: Of the axes.
-        margins: Around them: left, right, above, below.
-        fontsize: Of the title.
+        title: Text in the upper margin.
+        path: File of the plot.
+        width: Width of the figure in inches.
+        height: Height of the axes in inches.
+        margins: Margins around the axes in inches: left, right, above, below.
+        fontsize: Font size of the title.
     """
     left, right, above, below = margins
-    whole = above + height + below
-    with blank_figure(path, (width, whole)) as figure:
-        where = (left / width, below / whole, (width - left - right) / width, height / whole)
+    total = above + height + below
+    with blank_figure(path, (width, total)) as figure:
+        where = (left / width, below / total, (width - left - right) / width, height / total)
         axes = figure.add_axes(where)
-        at = (0.12 / width, 1 - 0.14 / whole)
+        at = (0.12 / width, 1 - 0.14 / total)
         figure.text(*at, title, va="top", fontsize=fontsize, weight="bold")
         yield axes
 
 
-def style_axes(axes: Axes, **of_ticks: float) -> None:
-    """Axes of bars that lie: faint lines behind them, and no frame."""
-    axes.tick_params(axis="y", length=0, **of_ticks)
+def style_axes(axes: Axes, **tick_params: float) -> None:
+    """Styles axes with horizontal bars: a faint grid behind them, and no frame."""
+    axes.tick_params(axis="y", length=0, **tick_params)
     axes.grid(axis="x", color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend(axes: Axes, handles: Sequence[Any], place: tuple[float, float], **how: float) -> None:
-    """Without a frame, its upper left corner at `place`: 0 to 1 in the axes."""
-    how = {"fontsize": 9, "borderpad": 0, **how}
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=place, frameon=False, **how)
+def legend(axes: Axes, handles: Sequence[Any], corner: tuple[float, float], **style: float) -> None:
+    """Legend without a frame; `corner`: its upper left corner in axes coordinates."""
+    style = {"fontsize": 9, "borderpad": 0, **style}
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=corner, frameon=False, **style)
 
 
 def _ink_on(colour: str) -> str:
-    """Black or white, whichever is read better on a colour such as "#0072B2"."""
+    """Black or white, for the better contrast on a colour such as "#0072B2"."""
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 130 else "white"
 
@@ -160,37 +159,37 @@ def _ink_on(colour: str) -> str:
 _MAX_NUM_RANKS = 16
 _TIER_HATCHES = {"device": "", "cpu": "///", "nvme": "..."}
 _DATA_PARALLEL = "data parallel"
-_Bars = list[tuple[str, dict[tuple[str, State], int]]]  # labels, and bytes by tier and state
+_Bars = list[tuple[str, dict[tuple[str, State], int]]]  # label, and bytes by tier and state
 
 
 def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
-    """Draws a bar for each rank, by state and tier, above that of plain data parallel.
+    """Draws a bar for each rank, by state and tier, above a bar for plain data parallel.
 
-    Beyond 16 ranks those of the least and of the most bytes stand for all.
+    With more than 16 ranks, only those with the fewest and the most bytes are drawn.
 
     Args:
-        reports: Of all ranks, at one moment.
-        path: Of the picture; its ending names the format.
+        reports: Reports of all ranks at one moment.
+        path: File of the plot; its suffix sets the format.
 
     Raises:
-        ValueError: There is no report, or the file's ending is no format of pictures.
-        OSError: It cannot be written.
+        ValueError: There is no report, or the suffix of the file is not an image format.
+        OSError: The file cannot be written.
     """
     if not reports:
-        raise ValueError("expected the report of one rank at least, got none.")
-    shown = [(f"rank {report.rank}", report) for report in reports]
+        raise ValueError("expected the report of at least one rank, got none.")
+    selected = [(f"rank {report.rank}", report) for report in reports]
     if len(reports) > _MAX_NUM_RANKS:
         by_size = attrgetter("total_bytes")
         least, most = min(reports, key=by_size), max(reports, key=by_size)
-        shown = [(f"rank {least.rank}, least", least), (f"rank {most.rank}, most", most)]
+        selected = [(f"rank {least.rank}, min", least), (f"rank {most.rank}, max", most)]
     bars: _Bars = [
         (label, {(t, s): n for t, states in report.tiers.items() for s, n in states.items()})
-        for label, report in shown
+        for label, report in selected
     ]
-    alone = {("device", state): n for state, n in reports[0].data_parallel.items()}
-    bars.append((_DATA_PARALLEL, alone))
+    replicated = {("device", state): n for state, n in reports[0].data_parallel.items()}
+    bars.append((_DATA_PARALLEL, replicated))
     height = 0.3 * len(bars) + 0.2
-    title = f"Model states of each of {len(reports)} ranks, at rest"
+    title = f"Model states of each of {len(reports)} ranks between steps"
     margins = (1.5, 0.3, 0.5, 0.85)
     with titled_axes(title, path, width=9.0, height=height, margins=margins) as axes:
         _draw_memory(axes, bars)
@@ -200,11 +199,11 @@ def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
 def _draw_memory(axes: Axes, bars: _Bars) -> None:
     totals = [sum(parts.values()) for _, parts in bars]
     unit, size = byte_unit(max(totals))
-    for place, (label, parts) in enumerate(bars):
+    for row, (label, parts) in enumerate(bars):
         left = 0.0
         for (tier, state), nbytes in parts.items():
             axes.barh(
-                place,
+                row,
                 nbytes / size,
                 left=left,
                 height=0.72,
@@ -216,9 +215,9 @@ def _draw_memory(axes: Axes, bars: _Bars) -> None:
             left += nbytes / size
         text = f"{left:.4g} {unit}"
         if label != _DATA_PARALLEL:
-            text += f", {totals[place] / (totals[-1] or 1.0):.3g} of data parallel"
+            text += f", {totals[row] / (totals[-1] or 1.0):.3g} of data parallel"
         axes.annotate(
-            text, (left, place), (5, 0), textcoords="offset points", va="center", fontsize=9
+            text, (left, row), (5, 0), textcoords="offset points", va="center", fontsize=9
         )
     axes.set_yticks(range(len(bars)), [label for label, _ in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
@@ -240,15 +239,15 @@ def _legend_of_states(axes: Axes, bars: _Bars, below: float) -> None:
     legend(axes, patches, (0, below), ncols=len(patches))
 
 
-# ------------------------------------------------------------------------ where spans stand
+# ------------------------------------------------------------------------ layout of spans
 
 _GAP = 0.09  # between lanes
-_HEAD = 0.36  # for a line of text above the lanes of a rank
+_HEAD = 0.36  # height of a line of text above the lanes of a rank
 _LANE, _MAX_LANE, _ROW = 0.3, 0.75, 0.19
-_LEAST_WIDTH = 0.01  # of a bar: a pixel
+_MIN_WIDTH = 0.01  # of a bar: a pixel
 _MIN_TEXT_HEIGHT, _CHARACTER, _MARGIN = 0.14, 0.07, 0.06
 _WAITS = {
-    Kind.ALL_GATHER: "gather",
+    Kind.ALL_GATHER: "all_gather",
     Kind.REDUCE_SCATTER: "reduce",
     Kind.ALL_REDUCE: "reduce",
     Kind.AGREE: "agree",
@@ -261,7 +260,7 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class Scale:
-    """What of time is in the picture."""
+    """Time range of the plot, and inches per second."""
 
     begin_s: float
     end_s: float
@@ -270,19 +269,19 @@ class Scale:
 
 @dataclass(frozen=True)
 class Bar:
-    """One span to draw, cut to the picture; inches from above."""
+    """One span to draw, clipped to the time range; positions in inches from above."""
 
     span: Span
     top: float
     height: float
-    text: str  # what there is room for; may be empty
-    text_s: float  # in the middle of what nothing stands upon
-    is_outer: bool = False  # bars of its units stand upon it
+    text: str  # part of the name that fits; may be empty
+    text_s: float  # centre of the text, in the widest gap between waits
+    is_outer: bool = False  # whether bars of its units are drawn on it
 
 
 @dataclass(frozen=True)
 class LaneBox:
-    """Where a lane is."""
+    """Vertical position of a lane, in inches from above."""
 
     name: str
     top: float
@@ -291,35 +290,36 @@ class LaneBox:
 
 @dataclass(frozen=True)
 class RankBlock:
-    """All of one rank: a line of text, and lanes below it; inches from above."""
+    """Plot of one rank: a line of text with lanes below it; positions in inches from above."""
 
     recording: Recording
     top: float
     bottom: float
     lanes: tuple[LaneBox, ...]
     bars: tuple[Bar, ...]  # in the order of drawing
-    waits: tuple[Span, ...]  # in which the computation stood still
+    waits: tuple[Span, ...]  # of compute
 
 
 def lay_out_rank(recording: Recording, top: float, scale: Scale) -> RankBlock:
-    """The lanes of one rank, one below the other."""
+    """Lays out the lanes of one rank from `top` downwards."""
     visible = dataclasses.replace(recording, spans=tuple(_visible(recording, scale)))
     waits = tuple(span for span in visible.spans if span.is_wait)
-    upon: dict[str, list[Span]] = {"compute": [], "step": []}
+    waits_on: dict[str, list[Span]] = {"compute": [], "step": []}
     for wait in waits:
-        upon["step" if _is_of_step(wait, visible) else "compute"].append(wait)
-    strips: list[LaneBox] = []
+        lane = "step" if _is_of_step(wait, visible) else "compute"
+        waits_on[lane].append(wait)
+    boxes: list[LaneBox] = []
     bars: list[Bar] = []
     y = top + _HEAD
     for name, rows in lanes_of(visible).items():
-        if name == "waits":  # they stand upon what waits
+        if name == "waits":  # drawn on the lane that waits
             continue
-        strips.append(LaneBox(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
-        above = upon.get(name, [])
-        bars += _bars(rows, strips[-1], above, scale)
-        bars += [_bar(wait, y, strips[-1].bottom - y, (), scale) for wait in above]
-        y = strips[-1].bottom + _GAP
-    return RankBlock(recording, top, y - _GAP / 2, tuple(strips), tuple(bars), waits)
+        boxes.append(LaneBox(name, y, y + min(max(_LANE, len(rows) * _ROW), _MAX_LANE)))
+        lane_waits = waits_on.get(name, [])
+        bars += _bars(rows, boxes[-1], lane_waits, scale)
+        bars += [_bar(wait, y, boxes[-1].bottom - y, (), scale) for wait in lane_waits]
+        y = boxes[-1].bottom + _GAP
+    return RankBlock(recording, top, y - _GAP / 2, tuple(boxes), tuple(bars), waits)
 
 
 def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
@@ -331,19 +331,19 @@ def _visible(recording: Recording, scale: Scale) -> Iterator[Span]:
 
 
 def _is_of_step(wait: Span, visible: Recording) -> bool:
-    """The optimizer waits, not forward or backward, beside which it may run."""
+    """Whether the optimizer step waits, not a forward or backward that runs at the same time."""
     middle = (wait.start_s + wait.stop_s) / 2
     around = {s.kind for s in visible.spans if not s.is_wait and s.start_s <= middle <= s.stop_s}
     return Kind.STEP in around and not around & {Kind.FORWARD, Kind.BACKWARD}
 
 
-def _bars(rows: Rows, strip: LaneBox, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
-    height = (strip.bottom - strip.top) / len(rows)
+def _bars(rows: Rows, box: LaneBox, waits: Sequence[Span], scale: Scale) -> Iterator[Bar]:
+    height = (box.bottom - box.top) / len(rows)
     for number, row in enumerate(rows):
         for index, span in enumerate(row):
-            # In the order of a row, what a span contains comes right after it.
+            # In a row, the spans inside a span come right after it.
             contains = index + 1 < len(row) and row[index + 1].start_s < span.stop_s
-            bar = _bar(span, strip.top + number * height, height, waits, scale)
+            bar = _bar(span, box.top + number * height, height, waits, scale)
             if contains:
                 bar = dataclasses.replace(bar, text="", is_outer=not span.name)
             yield bar
@@ -357,7 +357,7 @@ def _bar(span: Span, top: float, height: float, waits: Sequence[Span], scale: Sc
 
 
 def _widest_gap(span: Span, waits: Sequence[Span]) -> tuple[float, float]:
-    """Of what nothing waits upon."""
+    """Start and stop of the widest part of a span without waits."""
     gaps, reached = [], span.start_s
     for wait in sorted(waits, key=lambda wait: wait.start_s):
         if reached < wait.stop_s and wait.start_s < span.stop_s:
@@ -368,49 +368,49 @@ def _widest_gap(span: Span, waits: Sequence[Span]) -> tuple[float, float]:
 
 
 def _fitting(name: str, inches: float, height: float) -> str:
-    """As much of the end of a dotted name as there is room for, beginning with a word."""
+    """Longest end of a dotted name that fits and does not begin with a number."""
     parts = name.split(".") if height >= _MIN_TEXT_HEIGHT else []
     ends = (".".join(parts[i:]) for i, part in enumerate(parts) if i == 0 or not part.isdigit())
     return next((end for end in ends if len(end) * _CHARACTER + _MARGIN <= inches), "")
 
 
-# ------------------------------------------------------------------------ a step
+# ------------------------------------------------------------------------ timeline of a step
 
 _MAX_NUM_BLOCKS = 4
-# Inches: of the picture, and around its axes.
+# Inches: width of the figure, and margins of its axes.
 _WIDTH, _LEFT, _RIGHT = 15.0, 0.8, 0.2
 _TITLE, _AXIS, _LEGEND_LINE = 0.5, 0.65, 0.22
-_BEYOND = 0.02  # of the window is shown before and after it
+_BEYOND = 0.02  # share of the window that is added before and after it
 
 
 def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
-    """Draws one step: for each rank the computation, and below it what travels meanwhile.
+    """Draws one step: for each rank compute, and below it communication and transfers.
 
-    Where the computation stood still for something it is hatched, and so is the time below it
-    tinted. Beyond four ranks only rank 0, the slowest and the fastest are shown.
+    Where compute waited, its bar is hatched and the time below it is tinted. With more than four
+    ranks, only rank 0, the slowest and the fastest rank are drawn.
 
     Args:
-        recordings: Of one step, at most one of each rank.
-        path: Of the picture; its ending names the format.
+        recordings: Recordings of one step, at most one of each rank.
+        path: File of the plot; its suffix sets the format.
 
     Raises:
-        ValueError: There is no recording, or the file's ending is no format of pictures.
-        OSError: It cannot be written.
+        ValueError: There is no recording, or the suffix of the file is not an image format.
+        OSError: The file cannot be written.
     """
     if not recordings:
-        raise ValueError("expected the recording of one rank at least, got none.")
-    shown, which = _chosen(recordings)
-    seconds = max(recording.seconds for recording in shown)
+        raise ValueError("expected the recording of at least one rank, got none.")
+    selected, suffix = _selected(recordings)
+    seconds = max(recording.seconds for recording in selected)
     beyond = _BEYOND * seconds or 1e-6
     inches = _WIDTH - _LEFT - _RIGHT
     scale = Scale(-beyond, seconds + beyond, inches / (seconds + 2 * beyond))
     blocks: list[RankBlock] = []
-    for recording in shown:
+    for recording in selected:
         blocks.append(lay_out_rank(recording, blocks[-1].bottom if blocks else 0.0, scale))
     labels = list(legend_entries(recordings))
     height = blocks[-1].bottom + _GAP
     below = _AXIS + _LEGEND_LINE * ((len(labels) + 1) // 2) + 0.15
-    title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{which}"
+    title = f"Step {recordings[0].step} on {recordings[0].world_size} ranks{suffix}"
     margins = (_LEFT, _RIGHT, _TITLE, below)
     with titled_axes(
         title, path, width=_WIDTH, height=height, margins=margins, fontsize=13
@@ -423,40 +423,40 @@ def plot_timeline(recordings: Sequence[Recording], path: Path) -> None:
         axes.figure.text(*at, CPU_TIMING_NOTE, ha="right", fontsize=8.5, color=INK)
 
 
-def _chosen(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
-    """Which to draw, and how to say so."""
+def _selected(recordings: Sequence[Recording]) -> tuple[list[Recording], str]:
+    """Recordings to draw, and the end of the title that names them."""
     if len(recordings) <= _MAX_NUM_BLOCKS:
         return list(recordings), ""
     by_wait = attrgetter("waited_for_others_s")
     slowest, fastest = min(recordings, key=by_wait), max(recordings, key=by_wait)
     ranks = {0, slowest.rank, fastest.rank}
-    which = (
-        f": rank {slowest.rank} waited least (the slowest), rank {fastest.rank} most (the fastest)"
-    )
-    shown = [recording for recording in recordings if recording.rank in ranks]
-    return sorted(shown, key=lambda recording: recording.rank), which
+    suffix = f": rank {slowest.rank} is the slowest, rank {fastest.rank} the fastest"
+    selected = [recording for recording in recordings if recording.rank in ranks]
+    return sorted(selected, key=lambda recording: recording.rank), suffix
 
 
 def legend_entries(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | None, str]]:
-    """Lines of the legend: of each kind, or of mere waits (None); means over the ranks."""
-    whole = fmean(recording.seconds for recording in recordings) or 1.0
+    """Kind and text of each entry of the legend; None: waits alone. Means over the ranks."""
+    step_s = fmean(recording.seconds for recording in recordings) or 1.0
 
     def share(seconds: float) -> str:
-        return f"{seconds * 1e3:.1f} ms ({seconds / whole:.0%})"
+        return f"{seconds * 1e3:.1f} ms ({seconds / step_s:.0%})"
 
     for kind in Kind:
         in_flight = fmean(recording.in_flight_s(kind) for recording in recordings)
         exposed = fmean(recording.exposed_s(kind) for recording in recordings)
         if kind.is_compute and in_flight:
-            awaited = f", {share(exposed)} of it waited for" if exposed else ""
-            yield kind, f"{kind.value}: {share(in_flight)}{awaited}"
+            text = f"{kind.value}: {share(in_flight)}"
+            if exposed:
+                text += f", {share(exposed)} exposed"
+            yield kind, text
         elif in_flight:
             hidden = fmean(recording.hidden_s(kind) for recording in recordings)
             yield kind, f"{kind.value}: {share(hidden)} hidden, {share(exposed)} exposed"
         elif exposed:
             yield None, f"{kind.value}: {share(exposed)} exposed"
     waited = fmean(recording.waited_s for recording in recordings)
-    yield None, f"the computation waits: {share(waited)} in all"
+    yield None, f"compute waits: {share(waited)} in total"
 
 
 def _set_up(axes: Axes, blocks: Sequence[RankBlock], scale: Scale, height: float) -> None:
@@ -473,7 +473,7 @@ def _draw_block(axes: Axes, block: RankBlock, scale: Scale) -> None:
     recording, top = block.recording, block.top + _HEAD - _GAP / 2
     head = (
         f"rank {recording.rank}: {recording.seconds * 1e3:.1f} ms, "
-        f"of which it waits {recording.waited_s * 1e3:.1f} ms"
+        f"waiting for {recording.waited_s * 1e3:.1f} ms"
     )
     axes.text(scale.begin_s * 1e3, block.top + 0.2, head, va="center", fontsize=10, weight="bold")
     for edge in (0.0, recording.seconds):
@@ -488,7 +488,7 @@ def _draw_block(axes: Axes, block: RankBlock, scale: Scale) -> None:
 
 def _draw_bar(axes: Axes, bar: Bar, scale: Scale) -> None:
     span, colour = bar.span, _KIND_COLOURS[bar.span.kind]
-    seconds = max(span.seconds, _LEAST_WIDTH / scale.inches_per_s)
+    seconds = max(span.seconds, _MIN_WIDTH / scale.inches_per_s)
     is_wide = seconds * scale.inches_per_s > 0.04
     look: dict[str, Any] = {"facecolor": colour, "edgecolor": "white"}
     if bar.is_outer:

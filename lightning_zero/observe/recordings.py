@@ -1,7 +1,7 @@
-"""Recordings as files, and as traces that Perfetto and chrome://tracing show.
+"""Files of recordings, and traces of them for Perfetto and chrome://tracing.
 
-Those of a run are `zero/recordings/step_<n>_rank_<r>.json`, one for each rank, which holds
-{"recording": Recording.to_dict()}. The lanes of a trace are those of the pictures too.
+A run has one file for each traced step and rank, `zero/recordings/step_<n>_rank_<r>.json`, which
+contains {"recording": Recording.to_dict()}. Traces and plots have the same lanes.
 """
 
 from __future__ import annotations
@@ -29,47 +29,49 @@ _NAME = re.compile(r"step_(\d+)_rank_(\d+)\.json")
 
 
 def write_recording(folder: Path, recording: Recording) -> None:
-    """Writes one rank's recording below `<run>/zero`, which is `folder`."""
+    """Writes the recording of one rank below `folder`, which is `<run>/zero`."""
     path = folder / "recordings" / f"step_{recording.step}_rank_{recording.rank}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"recording": recording.to_dict()}))
 
 
 def find_recordings(run: Path) -> Path:
-    """The one folder of recordings at or below `run`.
+    """Finds the only directory of recordings at or below `run`.
 
     Raises:
-        FileNotFoundError: There is no such directory, or there are no recordings in it.
-        ValueError: There are several folders of recordings.
+        FileNotFoundError: The directory does not exist, or has no recordings.
+        ValueError: There are several directories of recordings.
     """
     if not run.is_dir():
-        raise FileNotFoundError(f"{run} is no directory; give the directory of a run.")
+        raise FileNotFoundError(f"{run} is not a directory; pass the directory of a run.")
     found = [run, run / "recordings", *sorted(run.rglob("zero/recordings"))]
     found = [path for path in dict.fromkeys(found) if path.is_dir() and steps_in(path)]
     if not found:
         raise FileNotFoundError(
-            f"{run} holds no zero/recordings; record some steps with the callback "
+            f"{run} has no zero/recordings; record steps with the callback "
             "ZeroMonitor(trace_steps=[10])."
         )
     if len(found) > 1:
-        shown = ", ".join(str(path.parent) for path in found[:5])
+        paths = ", ".join(str(path.parent) for path in found[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ValueError(f"{run} holds recordings of {len(found)} runs; give one: {shown}{more}.")
+        raise ValueError(
+            f"{run} has recordings of {len(found)} runs; pass one of them: {paths}{more}."
+        )
     return found[0]
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Numbers of the steps of which some rank has a recording, in order."""
+    """Numbers of all recorded steps, in ascending order."""
     matches = (_NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted({int(match[1]) for match in matches if match})
 
 
 def read_step(folder: Path, step: int) -> list[Recording]:
-    """One step, by rank.
+    """Reads the recordings of one step, by rank.
 
     Raises:
-        FileNotFoundError: Of some ranks, or of all, there is none.
-        ValueError: A file is broken, or the files are not of one run.
+        FileNotFoundError: Files of some or all ranks are missing.
+        ValueError: A file is invalid, or the files are from different runs.
     """
     paths = {
         int(match[2]): path
@@ -77,20 +79,20 @@ def read_step(folder: Path, step: int) -> list[Recording]:
         if (match := _NAME.fullmatch(path.name)) and int(match[1]) == step
     }
     if not paths:
-        there_are = ", ".join(map(str, steps_in(folder)))
-        raise FileNotFoundError(f"{folder} holds no step {step}; there are {there_are}.")
+        recorded = ", ".join(map(str, steps_in(folder)))
+        raise FileNotFoundError(f"{folder} has no step {step}; recorded steps: {recorded}.")
     read = {rank: _read(paths[rank]) for rank in sorted(paths)}
     sizes = {recording.world_size for recording in read.values()}
     if len(sizes) > 1:
         raise ValueError(
-            f"{folder} holds step {step} of runs on {' and '.join(map(str, sorted(sizes)))} ranks; "
+            f"{folder} has step {step} of runs on {' and '.join(map(str, sorted(sizes)))} ranks; "
             "delete the files of the older one."
         )
     if missing := [rank for rank in range(sizes.pop()) if rank not in read]:
         raise FileNotFoundError(
             f"{folder / f'step_{step}_rank_{missing[0]}.json'} does not exist (missing ranks: "
-            f"{', '.join(map(str, missing))}). Where ranks write to disks of their own, copy their "
-            "files together; a rank that ended before the step was over has written none."
+            f"{', '.join(map(str, missing))}). If nodes have separate disks, copy their files into "
+            "one directory. A rank that exited before the end of the step has no file."
         )
     return list(read.values())
 
@@ -99,13 +101,11 @@ def _read(path: Path) -> Recording:
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
-        raise ValueError(
-            f"{path} is no JSON ({error}); it was cut off while it was written, or edited."
-        ) from error
+        raise ValueError(f"{path} is not JSON ({error}); it is truncated or was edited.") from error
     try:
         return Recording.from_dict(content["recording"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no recording of this version: {error}") from error
+        raise ValueError(f"{path} is not a recording of this version: {error}") from error
 
 
 # ------------------------------------------------------------------------ lanes
@@ -113,7 +113,7 @@ def _read(path: Path) -> Recording:
 _LANES = {
     "compute": (Kind.FORWARD, Kind.BACKWARD),
     "step": (Kind.STEP,),
-    "gather": (Kind.ALL_GATHER,),
+    "all_gather": (Kind.ALL_GATHER,),
     "reduce": (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE),
     "agree": (Kind.AGREE,),
     "copies": (Kind.TO_DEVICE, Kind.TO_CPU),
@@ -124,9 +124,9 @@ Rows = tuple[tuple[Span, ...], ...]  # each by start
 
 
 def lanes_of(recording: Recording) -> dict[str, Rows]:
-    """By name the lanes in which there is something, always in one order, "waits" last.
+    """Non-empty lanes by name, always in the same order, "waits" last.
 
-    Spans of one row do not overlap, but in "compute" and "step" one may contain others.
+    Spans of one row do not overlap, but in "compute" and "step" a span may contain others.
     """
     work = [span for span in recording.spans if not span.is_wait]
     lanes = {
@@ -138,21 +138,21 @@ def lanes_of(recording: Recording) -> dict[str, Rows]:
 
 
 def pack(spans: Iterable[Span], *, may_nest: bool = False) -> Rows:
-    """Every span in the first row that has room for it; `may_nest`: or inside another one."""
+    """Puts every span into the first row without overlap; `may_nest`: or inside another span."""
     rows: list[list[Span]] = []
     open_ends: list[list[float]] = []  # of each row, outermost first
     for span in sorted(spans, key=lambda s: (s.start_s, -s.stop_s)):
-        has_room = (_has_room(ends, span, may_nest) for ends in open_ends)
-        place = next((index for index, yes in enumerate(has_room) if yes), len(rows))
-        if place == len(rows):
+        fits = (_fits(ends, span, may_nest) for ends in open_ends)
+        row = next((index for index, yes in enumerate(fits) if yes), len(rows))
+        if row == len(rows):
             rows.append([])
             open_ends.append([])
-        rows[place].append(span)
-        open_ends[place].append(span.stop_s)
+        rows[row].append(span)
+        open_ends[row].append(span.stop_s)
     return tuple(map(tuple, rows))
 
 
-def _has_room(open_ends: list[float], span: Span, may_nest: bool) -> bool:
+def _fits(open_ends: list[float], span: Span, may_nest: bool) -> bool:
     while open_ends and open_ends[-1] <= span.start_s:
         open_ends.pop()
     return not open_ends or (may_nest and span.stop_s <= open_ends[-1])
@@ -160,26 +160,26 @@ def _has_room(open_ends: list[float], span: Span, may_nest: bool) -> bool:
 
 # ------------------------------------------------------------------------ Trace Event Format
 
-# What nobody has waited for yet counts as in flight there.
-CPU_TIMING_NOTE = "on CPU, hidden time is at most and a rate at least what is given"
+# A collective on CPU counts as in flight until it is waited for.
+CPU_TIMING_NOTE = "on CPU, hidden time is an upper bound and rates are lower bounds"
 _GIB = 1024**3
 
 
 def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
-    """A trace with a process for each rank and a thread for each lane; `json.dump` it.
+    """Trace as an object for `json.dump`, with a process for each rank and a thread for each lane.
 
-    Viewers want the events of one thread to nest, so spans of a lane that overlap have further
-    threads: "gather", "gather 2". The steps of all ranks begin at once; time, in microseconds,
-    begins where the earliest span does.
+    Viewers require the events of a thread to nest, so overlapping spans of a lane are spread over
+    several threads: "all_gather", "all_gather 2". The steps of all ranks start at the same time.
+    Times are in microseconds from the start of the earliest span.
 
     Args:
-        recordings: Of one step, at most one of each rank.
+        recordings: Recordings of one step, at most one of each rank.
 
     Raises:
         ValueError: There is no recording.
     """
     if not recordings:
-        raise ValueError("expected the recording of one rank at least, got none.")
+        raise ValueError("expected the recording of at least one rank, got none.")
     starts = [span.start_s for recording in recordings for span in recording.spans]
     first = min([0.0, *starts])
     return {
@@ -238,6 +238,6 @@ def _event(span: Span, shift_s: float) -> dict[str, Any]:
 
 
 def _when(start_s: float, stop_s: float, shift_s: float) -> dict[str, float]:
-    # Rounding both ends, not the duration: what nests before nests after.
+    # Rounds both ends instead of the duration, which preserves nesting.
     start, stop = (round((time + shift_s) * 1e9) for time in (start_s, stop_s))
     return {"ts": start / 1e3, "dur": (stop - start) / 1e3}

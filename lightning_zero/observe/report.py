@@ -1,4 +1,4 @@
-"""What a job says when it ends: the memory of each rank, speed and communication."""
+"""Report at the end of a job: memory of each rank, throughput and communication."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ _MAX_NUM_RANKS = 8
 
 
 class MemoryTable(pl.Callback):
-    """Prints on rank 0, when training ends, how many MiB of each state every rank keeps at rest.
+    """Prints on rank 0, when training ends, the MiB of each model state on every rank.
 
-    The last row is what plain data parallel keeps on every rank; the last column is the ratio to
-    it. Beyond 8 ranks the rows are the least and the most of each column over the ranks. States
-    that rest on more than one tier have a column for each, unless all of it is 0. Where shards rest
-    on NVMe, a line says what rank 0 has read and written there. `ZeroMonitor` prints the same.
+    The memory is that between steps. The last row is plain data parallel, which keeps the same on
+    every rank; the last column is the ratio to it. With more than 8 ranks, the rows are the minimum
+    and the maximum of each column over the ranks. A state on several tiers has a column for each,
+    except for columns of zeros. With shards on NVMe, a line has the bytes that rank 0 has read and
+    written there. `ZeroMonitor` prints this table, too.
 
     Collective: every rank, in `on_train_end`.
 
     Raises:
-        TypeError: The strategy is not a `ZeroStrategy`; raised before anything is trained.
+        TypeError: The strategy is not a `ZeroStrategy`. Raised before training.
     """
 
     @override
@@ -58,29 +59,29 @@ class MemoryTable(pl.Callback):
 
 
 def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
-    """The Trainer's strategy, for a callback that needs one of ours.
+    """Strategy of the Trainer, for a callback that needs a `ZeroStrategy`.
 
     Raises:
-        TypeError: It is another one.
+        TypeError: The strategy is not a `ZeroStrategy`.
     """
     strategy, name = trainer.strategy, type(callback).__name__
     if not isinstance(strategy, ZeroStrategy):
         raise TypeError(
             f"{name} needs a ZeroStrategy, got {type(strategy).__name__}; use strategy='zero3' or "
-            f"another of lightning_zero, or leave {name} out."
+            f"another strategy of lightning_zero, or remove {name}."
         )
     return strategy
 
 
 def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
-    """What each rank keeps at this moment, by rank, on rank 0. Collective: every rank."""
+    """Current memory of each rank, by rank; empty except on rank 0. Collective: every rank."""
     engine = strategy.engine
-    engine.lockstep.barrier("the memory table")  # else ranks would wait for one that has failed
+    engine.lockstep.barrier("the memory table")  # raises if a rank has failed
     return engine.comm.control.collect_objects(strategy.memory_report())
 
 
 def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
-    """What `MemoryTable` prints of all ranks, after so many optimizer steps."""
+    """Text of `MemoryTable` for the reports of all ranks, after `num_steps` optimizer steps."""
     tiers = list(dict.fromkeys(tier for report in reports for tier in report.tiers))
     columns: dict[str, list[int]] = {}  # bytes of every rank, and of plain data parallel
     for tier in tiers:
@@ -88,24 +89,25 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
             name = f"{state.value} ({tier})" if len(tiers) > 1 else state.value
             ranks = [report.tiers.get(tier, {}).get(state, 0) for report in reports]
             # Plain data parallel keeps everything on the first tier, the device.
-            alone = reports[0].data_parallel.get(state, 0) if tier == tiers[0] else 0
-            columns[name] = [*ranks, alone]
+            replicated = reports[0].data_parallel.get(state, 0) if tier == tiers[0] else 0
+            columns[name] = [*ranks, replicated]
     columns["total"] = [sum(row) for row in zip(*columns.values(), strict=True)]
     labels = [f"rank {rank}" for rank in range(len(reports))]
     if len(reports) > _MAX_NUM_RANKS:
-        labels = [f"least of {len(reports)} ranks", f"most of {len(reports)} ranks"]
+        labels = [f"min of {len(reports)} ranks", f"max of {len(reports)} ranks"]
         columns = {
-            name: [min(ranks), max(ranks), alone] for name, (*ranks, alone) in columns.items()
+            name: [min(ranks), max(ranks), replicated]
+            for name, (*ranks, replicated) in columns.items()
         }
     if len(tiers) > 1:
         columns = {name: c for name, c in columns.items() if any(c) or name == "total"}
-    of_data_parallel = columns["total"][-1] or 1
+    data_parallel_total = columns["total"][-1] or 1
     rows = zip([*labels, "plain data parallel"], zip(*columns.values(), strict=True), strict=True)
     lines = [
-        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / of_data_parallel:.3f}"]
+        [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / data_parallel_total:.3f}"]
         for label, row in rows
     ]
-    text = table([["MiB at rest", *columns, "ratio"], *lines])
+    text = table([["MiB between steps", *columns, "ratio"], *lines])
     read, written = reports[0].nvme_read_bytes / _GIB, reports[0].nvme_written_bytes / _GIB
     if not written:
         return text
@@ -117,21 +119,22 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """One kind of communication or transfer in a step, as the mean over ranks and steps."""
+    """One kind of communication or transfer in a step; means over ranks and steps."""
 
     kind: str
-    in_flight_s: float  # in which some of it was under way
-    hidden_s: float  # of these, behind computation
-    exposed_s: float  # for which the computation stood still
-    gib: float  # sent, or moved
+    in_flight_s: float  # seconds in which at least one was in flight
+    hidden_s: float  # seconds of these that overlapped with compute
+    exposed_s: float  # seconds in which compute waited
+    gib: float  # sent by a rank, or moved between tiers
 
     @classmethod
     def from_means(cls, kind: Kind, means: Mapping[str, float]) -> TransferStats:
-        """From the means of a step by metric; what has no such metric is 0."""
+        """Statistics from the means of a step by metric; 0 where there is no metric."""
         ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
         name = "optimizer" if kind is Kind.STEP else kind.value
-        keys = ([f"zero/{part}/{name}{end}" for part in ("comm", "tier", "time")] for end in ends)
-        return cls(name, *(sum(means.get(key, 0.0) for key in both) for both in keys))
+        parts = ("comm", "tier", "time")  # the metrics of a kind are in one of these
+        keys = ([f"zero/{part}/{name}{end}" for part in parts] for end in ends)
+        return cls(name, *(sum(means.get(key, 0.0) for key in of_end) for of_end in keys))
 
     @property
     def gib_per_s(self) -> float:
@@ -140,20 +143,21 @@ class TransferStats:
 
 @dataclass(frozen=True)
 class JobReport:
-    """A fit that has ended."""
+    """Result of a fit."""
 
     world_size: int
-    num_steps: int  # of the optimizer, those before a resumption among them
-    memory: Sequence[MemoryReport]  # by rank, when training ended
+    num_steps: int  # optimizer steps, including those before a resumption
+    memory: Sequence[MemoryReport]  # by rank, at the end of training
     speed: Speed  # without the first step
-    num_recorded: int  # steps of which the next four are means
+    num_recorded: int  # recorded steps; the next four are means over them
     step_s: float
-    waited_s: float  # for which a rank waited in a step for anything
-    skew_s: float  # for which the others waited in it for the rank that was last
+    waited_s: float  # seconds of a step in which a rank waited
+    skew_s: float  # seconds of a step in which the other ranks waited for the last one
     transfers: Sequence[TransferStats]
-    is_on_cpu: bool  # nobody is told there when data arrives: rates are lower bounds
+    is_on_cpu: bool  # the end of a collective is not observed there: rates are lower bounds
 
     def text(self) -> str:
+        """Text for the terminal."""
         return "\n".join([memory_table(self.memory, self.num_steps), "", *self._lines()])
 
     def _lines(self) -> Iterator[str]:
@@ -177,42 +181,44 @@ class JobReport:
             )
         if not self.num_recorded:
             yield paragraph(
-                "no step after the first one was recorded: every_n_steps, by default the Trainer's "
-                "log_every_n_steps, is more than there were"
+                "no steps recorded after the first one: the run was shorter than every_n_steps "
+                "(default: the Trainer's log_every_n_steps)"
             )
         elif self.transfers:
             yield paragraph(
-                f"communication, mean of {self.num_recorded} recorded steps of "
-                f"{self.step_s * 1e3:.1f} ms; exposed is time for which the computation waited"
+                f"communication: mean of {self.num_recorded} recorded steps of "
+                f"{self.step_s * 1e3:.1f} ms (hidden: overlapped with compute; exposed: "
+                "compute waited)"
             )
-            # Less than the sum, where one wait was for several kinds at once.
-            waits = ["all together", "", "", *self._time(self.waited_s), "", ""]
+            # Less than the sum if a wait was for several kinds at once.
+            waits = ["total", "", "", *self._time(self.waited_s), "", ""]
             yield table([_HEADER, *map(self._row, self.transfers), waits])
             if self.world_size > 1:
                 skew_ms, of_step = self._time(self.skew_s)
-                yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last one"
+                yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last rank"
             if self.is_on_cpu:
                 yield paragraph(
-                    "on CPU a collective ends where it is waited for: what is hidden is at most "
-                    "that, and rates (>=) are at least those"
+                    "on CPU the end of a collective is only seen when it is waited for, so hidden "
+                    "time is an upper bound, and rates (>=) are lower bounds"
                 )
 
-    def _row(self, flow: TransferStats) -> list[str]:
-        cells = [flow.kind, *self._time(flow.hidden_s), *self._time(flow.exposed_s)]
-        if not flow.gib:
+    def _row(self, transfer: TransferStats) -> list[str]:
+        cells = [transfer.kind, *self._time(transfer.hidden_s), *self._time(transfer.exposed_s)]
+        if not transfer.gib:
             return [*cells, "", ""]
-        bound = ">= " if self.is_on_cpu and flow.kind in _COLLECTIVES else ""
-        return [*cells, f"{flow.gib * 1024:.2f}", f"{bound}{flow.gib_per_s:.3g}"]
+        bound = ">= " if self.is_on_cpu and transfer.kind in _COLLECTIVES else ""
+        return [*cells, f"{transfer.gib * 1024:.2f}", f"{bound}{transfer.gib_per_s:.3g}"]
 
     def _time(self, seconds: float) -> list[str]:
         return [f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"]
 
     def write(self, folder: Path) -> list[Path]:
-        """Writes `report.json` and `memory.json` into `folder`, and says where."""
+        """Writes `report.json` and `memory.json` into `folder`; returns their paths."""
         # JSON has no NaN.
         speed = {k: None if math.isnan(value) else value for k, value in vars(self.speed).items()}
         transfers = {
-            flow.kind: {**vars(flow), "gib_per_s": flow.gib_per_s} for flow in self.transfers
+            transfer.kind: {**vars(transfer), "gib_per_s": transfer.gib_per_s}
+            for transfer in self.transfers
         }
         report = {**vars(self), "speed": speed, "transfers": transfers}
         memory = [

@@ -1,7 +1,7 @@
-"""Tables and paragraphs as text, laid out by rich for the width of the terminal.
+"""Tables and paragraphs of text, laid out by rich for the width of the terminal.
 
-Without codes for colours, so that a log or a file has what the terminal shows. Apart from `report`,
-since commands that know nothing of Lightning print tables too.
+The text has no colour codes, so that logs and files are the same as the terminal's output. The
+module is separate from `report` because commands without Lightning print tables, too.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from rich.text import Text
 
 __all__ = ["WIDTH", "paragraph", "table"]
 
-WIDTH = 120  # columns, where standard output is no terminal and $COLUMNS does not say otherwise
+WIDTH = 120  # columns, if standard output is not a terminal and $COLUMNS is not set
 
 
 def table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
-    """Columns two spaces apart; one, where that is too wide, and words go to the next line then.
+    """Lays out columns separated by two spaces.
+
+    A table that is too wide has one space between columns, and cells are wrapped between words.
 
     Args:
         lines: Cells of the header and of each row.
-        left: Places of the columns of words; the others are of numbers, which are not broken.
+        left: Indices of the columns with text, which are left-aligned; the other columns have
+            numbers, which are right-aligned and never wrapped.
     """
     columns = list(zip(*lines, strict=True))
     widths = [max(map(len, column)) for column in columns]
     is_wide = sum(widths) + 2 * (len(widths) - 1) <= _columns()
     drawn = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
-    for place, (header, *cells) in enumerate(columns):
-        is_left = place in left
+    for index, (header, *cells) in enumerate(columns):
+        is_left = index in left
         unbroken = [*header.split(), *(" ".join(cells).split() if is_left else cells)]
         drawn.add_column(
             Text(header),
@@ -44,7 +47,7 @@ def table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> st
 
 
 def paragraph(text: str) -> str:
-    """`text` in lines that are broken between words."""
+    """Wraps `text` between words."""
     return _plain(Text(text))
 
 
@@ -55,5 +58,5 @@ def _columns() -> int:
 def _plain(renderable: RenderableType) -> str:
     written = StringIO()
     console = Console(file=written, width=_columns(), color_system=None, force_jupyter=False)
-    console.print(renderable, crop=False)  # too wide is better than cut
+    console.print(renderable, crop=False)  # too wide is better than truncated
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())

@@ -1,17 +1,18 @@
-"""Plan before a job: bytes and transfers of every stage and offload, from shapes alone.
+"""Memory and traffic of every stage and offload, computed from shapes before a job runs.
 
-Imports layout, and of optim how an optimizer is copied. No device and no process group is touched.
+Uses neither a device nor a process group. Imports `layout`, and from `optim` the code that copies
+an optimizer.
 
-    estimates   every stage with every offload; all of it for one; which fit; the cheapest
-    resting     bytes at rest, by the rules by which the engine allocates, of one rank and of all
-    trace       one step on fake tensors: order of use, activations; of a deep model from a few of
-                its blocks
-    timeline    the schedule replayed on that: `Peak`, what a step needs beside what rests
-    traffic     bytes between ranks and tiers, and the time they take
-    shapes      models that are known by name, or by the config.json of Hugging Face
-    optimizers  what an optimizer keeps of each parameter
+    estimates   every stage with every offload: its estimate, whether it fits, the cheapest
+    memory      bytes of the model states between steps, by the engine's rules of allocation
+    trace       one step on fake tensors: order of use and activations; of a deep model from a few
+                of its blocks
+    simulation  the schedule run on a trace: `Peak`, the memory of a step beside the model states
+    traffic     bytes between ranks and between tiers, and the time they take
+    shapes      models known by name or by their Hugging Face config.json
+    optimizers  the states that an optimizer keeps for each parameter
 
-Begin with `estimates`.
+Start reading at `estimates`.
 """
 
 from lightning_zero.planner.estimates import (

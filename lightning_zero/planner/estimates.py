@@ -1,4 +1,4 @@
-"""Every choice of stage and offload, what each takes, which fit, and the cheapest of those."""
+"""Estimates for every choice of stage and offload: which fit, and which of those is cheapest."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _STAGE_NAMES = {0: "off", 1: "stage1", 2: "stage2", 3: "stage3"}
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to train.
+    """A stage with an offload.
 
     Attributes:
-        zero: The stage, as `zero=` in conf names it.
-        offload: As `offload=` in conf names it; "nvme with gradients" is nvme with
+        zero: Stage, by its name for `zero=` in conf.
+        offload: Offload, by its name for `offload=` in conf; "nvme with gradients" is nvme with
             `max_in_cpu_bytes=0`.
-        config: The same as settings.
+        config: Settings of this stage and offload.
     """
 
     zero: str
@@ -63,14 +63,14 @@ class Choice:
 def all_choices(
     base: ZeroConfig | None = None, *, stages: Sequence[int] = (0, 1, 2, 3)
 ) -> list[Choice]:
-    """Every stage with every offload that it has, else as `base`.
+    """Every stage with every offload it supports; all other settings are those of `base`.
 
-    Settings of `base` that have no meaning in a stage are left out there. Folder and buffers of
-    files are those of `base`.
+    Settings of `base` without a meaning in a stage are dropped there. NVMe path and buffers are
+    those of `base`.
     """
     base = base or ZeroConfig()
     plain = base.replace(offload_optimizer=None, offload_param=None)
-    nvme = _files_like(base)
+    nvme = _nvme_settings(base)
     both = {"offload_optimizer": nvme, "offload_param": nvme}
     offloads: dict[str, dict[str, Any]] = {
         "none": {},
@@ -91,8 +91,8 @@ def all_choices(
     ]
 
 
-def _files_like(base: ZeroConfig) -> OffloadConfig:
-    """How files are used: as the settings say, wherever they say it."""
+def _nvme_settings(base: ZeroConfig) -> OffloadConfig:
+    """NVMe path and buffers of the first offload in `base` that has them, else the defaults."""
     for config in base.offloads:
         if config is not None and config.device != "cpu":
             return OffloadConfig(
@@ -107,16 +107,16 @@ def _files_like(base: ZeroConfig) -> OffloadConfig:
 
 @dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """Hardware of a job.
 
     Attributes:
-        num_ranks: In all.
-        ranks_per_node: That share one machine's memory and disk.
-        device_bytes: For each rank; None: no bound.
-        host_bytes: CPU memory of one machine; None: no bound.
-        disk_bytes: Of one machine; None: no bound.
-        has_device_memory: The device has memory of its own; else it is the CPU.
-        rates: How fast bytes travel.
+        num_ranks: Number of ranks on all nodes.
+        ranks_per_node: Number of ranks that share the memory and the disk of one node.
+        device_bytes: Device memory of each rank; None: unlimited.
+        host_bytes: CPU memory of one node; None: unlimited.
+        disk_bytes: Disk of one node; None: unlimited.
+        has_device_memory: Whether the device has memory of its own. False: the device is the CPU.
+        rates: Bandwidths.
     """
 
     num_ranks: int
@@ -130,17 +130,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained.
+    """Model, optimizers and step of a job.
 
     Attributes:
-        module: Meta tensors will do.
-        optimizers: Over its parameters.
-        trace: Of one micro-batch; None: activations are not counted.
-        num_micro_batches: In one optimizer step.
-        steps_by_bucket: Whether the optimizers' states may go to files.
-        full_optimizers: Which of the optimizers must step whole tensors, as `make_plan`.
-        averages: Of the weights; see `MemoryEstimator`.
-        fallback: What optimizers are taken to keep that cannot step a toy; None: they are refused.
+        module: Model; its tensors may be on the meta device.
+        optimizers: Optimizers of its parameters.
+        trace: Trace of one micro-batch; None: activations are not counted.
+        num_micro_batches: Number of micro-batches in an optimizer step.
+        steps_by_bucket: Whether optimizer states may be stored on NVMe.
+        full_optimizers: Indices of the optimizers that step full tensors; see `make_plan`.
+        averages: Averages of the weights; see `MemoryEstimator`.
+        fallback: States assumed for an optimizer that cannot be probed; None: such an optimizer
+            raises an error.
     """
 
     module: nn.Module
@@ -155,16 +156,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one choice takes, on the rank that takes most.
+    """Memory and traffic of one choice, on the rank that needs most.
 
     Attributes:
-        choice: Which.
-        ranks: Between steps, on every rank.
-        peak: On the device beside that, at most.
-        staging_bytes: CPU memory for tensors on their way, beside the buffers of files.
-        traffic: In one step.
-        seconds: In one step, by kind of transfer, and of stepping on the CPU.
-        machine: What there is.
+        choice: Stage and offload.
+        ranks: Model states between steps, on every rank.
+        peak: Peak of device memory during a step, beside the model states.
+        staging_bytes: CPU memory for tensors in transfer, beside the NVMe buffers.
+        traffic: Bytes that one step transfers.
+        seconds: Seconds of one step by kind of transfer, and of the optimizer step on the CPU.
+        machine: Hardware of the job.
     """
 
     choice: Choice
@@ -177,42 +178,43 @@ class Estimate:
 
     @property
     def rank_memory(self) -> RankMemory:
-        """Between steps, on the largest rank."""
+        """Model states between steps, on the rank that has most."""
         return self.ranks.by_rank[self.ranks.largest]
 
     @property
     def device_bytes(self) -> int:
-        """The most on the device; on the CPU, the most in memory."""
-        own = self.rank_memory.tier_bytes(Tier.DEVICE) + self._beside_states
-        cpu = self.rank_memory.tier_bytes(Tier.CPU) + self._buffers
+        """Peak of device memory on one rank; on the CPU, of all its memory."""
+        own = self.rank_memory.tier_bytes(Tier.DEVICE) + self._step_bytes
+        cpu = self.rank_memory.tier_bytes(Tier.CPU) + self._cpu_buffer_bytes
         return own if self.machine.has_device_memory else own + cpu
 
     @property
-    def _beside_states(self) -> int:
+    def _step_bytes(self) -> int:
         return self.rank_memory.module_buffer_bytes + self.peak.total_bytes
 
     @property
-    def _buffers(self) -> int:
+    def _cpu_buffer_bytes(self) -> int:
         return self.rank_memory.nvme_buffer_bytes + self.staging_bytes
 
     @property
     def host_bytes(self) -> int:
-        """CPU memory of one machine, for all its ranks."""
+        """CPU memory of one node, for all its ranks."""
         per_node = self.machine.ranks_per_node
-        nbytes = self.ranks.node_bytes(Tier.CPU, per_node) + self._buffers * per_node
+        nbytes = self.ranks.node_bytes(Tier.CPU, per_node)
+        nbytes += self._cpu_buffer_bytes * per_node
         if not self.machine.has_device_memory:
             nbytes += self.ranks.node_bytes(Tier.DEVICE, per_node)
-            nbytes += self._beside_states * per_node
+            nbytes += self._step_bytes * per_node
         return nbytes
 
     @property
     def disk_bytes(self) -> int:
-        """Files of all ranks of one machine."""
+        """NVMe files of all ranks of one node."""
         return self.ranks.node_bytes(Tier.NVME, self.machine.ranks_per_node)
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """By what is too small, bytes that are missing; empty where all fits."""
+        """Missing bytes by name of the memory that is too small; empty if the choice fits."""
         limits = {
             "device memory": (self.device_bytes, self.machine.device_bytes),
             "host memory": (self.host_bytes, self.machine.host_bytes),
@@ -226,24 +228,24 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Nothing is too small."""
+        """Whether all memory is large enough."""
         return not self.missing_bytes
 
     @property
     def transfer_seconds(self) -> tuple[float, float]:
-        """All transfers of a step, and stepping on the CPU: all at once, and one after another."""
+        """Seconds of all transfers and CPU steps of a step: fully overlapped, and in sequence."""
         return max(self.seconds.values()), sum(self.seconds.values())
 
     @property
     def cost(self) -> tuple[float, bool, int, int]:
-        """What is cheaper sorts first: less time, nothing to wait for in forward, fewer bytes."""
-        gathers = self.choice.config.states.shards_params
+        """Sort key: least time first, then no all-gathers in forward, then fewest bytes."""
+        shards_params = self.choice.config.states.shards_params
         nbytes = sum(self.rank_memory.tier_bytes(tier) for tier in Tier)
-        return sum(self.seconds.values()), gathers, nbytes, self.choice.config.stage
+        return sum(self.seconds.values()), shards_params, nbytes, self.choice.config.stage
 
 
 def make_memory_estimator(choice: Choice, job: Job, machine: Machine) -> MemoryEstimator:
-    """Counts what rests on each rank under `choice`.
+    """Estimator of the model states on each rank under `choice`.
 
     Raises:
         ValueError: The module cannot be planned; see `make_plan`.
@@ -275,7 +277,7 @@ def make_memory_estimator(choice: Choice, job: Job, machine: Machine) -> MemoryE
 
 
 def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
-    """What `choice` takes.
+    """Estimates memory and traffic of `choice`.
 
     Raises:
         ValueError: The module cannot be planned; see `make_plan`.
@@ -304,8 +306,8 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
 
 
 def _staging_bytes(plan: Plan, accumulates: bool) -> int:
-    """CPU memory for means on their way to files or to be added, and for stepped parameters."""
-    means = [
+    """CPU memory for gradients in transfer or accumulation, and for stepped parameters."""
+    grad_bytes = [
         bucket.layout.shard_numel * plan.grad_dtype(bucket).itemsize
         for bucket in plan.buckets
         if bucket.tiers.grad is Tier.NVME or (bucket.tiers.grad is Tier.CPU and accumulates)
@@ -313,10 +315,12 @@ def _staging_bytes(plan: Plan, accumulates: bool) -> int:
     is_uploaded = any(
         b.tiers.optim is not Tier.DEVICE and b.tiers.param is Tier.DEVICE for b in plan.buckets
     )
-    of_blocks = NUM_UPLOAD_BLOCKS * UPLOAD_BLOCK_BYTES
-    return MAX_GRADS_IN_FLIGHT * max(means, default=0) + of_blocks * is_uploaded
+    nbytes = MAX_GRADS_IN_FLIGHT * max(grad_bytes, default=0)
+    if is_uploaded:
+        nbytes += NUM_UPLOAD_BLOCKS * UPLOAD_BLOCK_BYTES
+    return nbytes
 
 
 def cheapest(estimates: Sequence[Estimate], count: int = 1) -> list[Estimate]:
-    """The cheapest of those that fit, the best first."""
+    """The `count` cheapest estimates that fit, cheapest first."""
     return sorted((e for e in estimates if e.fits), key=lambda e: e.cost)[:count]

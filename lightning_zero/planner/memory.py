@@ -1,11 +1,11 @@
-"""Bytes at rest, of one rank and of all, by tier and state, before there is an engine.
+"""Bytes of the model states between steps, by rank, tier and state, computed without an engine.
 
-[Note: Ranks that differ] Where an optimizer looks at whole tensors, shards are as long as the
-tensors that their ranks own. Counts are then of one rank, and `MemoryByRank` has those of all.
+[Note: Ranks that differ] If an optimizer steps full tensors, the length of a rank's shard is that
+of the tensors it owns, so ranks differ. `RankMemory` is for one rank, `MemoryByRank` for all.
 
 [Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
-`MemoryReport`, on the engine's own plan; a test compares them to the byte. What rests is what there
-is after a step, before gradients are zeroed.
+`MemoryReport`, applied to the engine's own plan; a test compares both to the byte. Counted is the
+memory after a step, before gradients are zeroed.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["MemoryEstimator", "MemoryByRank", "RankMemory"]
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank.
+    """Bytes of one rank between steps.
 
     Attributes:
-        tiers: By tier and state, as `MemoryReport.tiers`.
-        nvme_buffer_bytes: CPU memory of the buffers through which files travel.
-        module_buffer_bytes: Of the module's buffers, which every rank has whole on the device.
-        average_bytes: Of averages of weights, among the optimizer state.
+        tiers: Bytes by tier and state, as in `MemoryReport.tiers`.
+        nvme_buffer_bytes: CPU memory of the buffers through which files are read and written.
+        module_buffer_bytes: Bytes of the module's buffers, which are replicated on the devices.
+        average_bytes: Bytes of weight averages; the optimizer state includes them.
     """
 
     tiers: Mapping[Tier, Mapping[State, int]]
@@ -43,24 +43,24 @@ class RankMemory:
     average_bytes: int = 0
 
     def tier_bytes(self, tier: Tier) -> int:
-        """Of all states in `tier`."""
+        """Bytes of all states in `tier`."""
         return sum(self.tiers.get(tier, {}).values())
 
 
 @dataclass(frozen=True)
 class MemoryByRank:
-    """What rests on every rank that holds another shard.
+    """Memory of every rank of a shard group.
 
     Attributes:
-        by_rank: By rank; rank 0 alone where all have as many elements, some of them padding on the
-            last ranks. See [Note: Ranks that differ].
+        by_rank: Memory by rank; of rank 0 alone if all shards have the same length (with padding
+            on the last ranks). See [Note: Ranks that differ].
     """
 
     by_rank: tuple[RankMemory, ...]
 
     @property
     def largest(self) -> int:
-        """The rank with most on its device, and among equals the one with most in all."""
+        """Rank with the most bytes on its device; among equals, with the most bytes in total."""
 
         def size(rank: int) -> tuple[int, int]:
             own = self.by_rank[rank]
@@ -69,12 +69,12 @@ class MemoryByRank:
         return max(range(len(self.by_rank)), key=size)
 
     def min_max_bytes(self, tier: Tier) -> tuple[int, int]:
-        """Bytes in `tier` of the ranks with least and most."""
+        """Smallest and largest number of bytes that a rank has in `tier`."""
         sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         return min(sums), max(sums)
 
     def node_bytes(self, tier: Tier, ranks_per_node: int) -> int:
-        """Bytes in `tier` of the ranks of one machine, of the one with most."""
+        """Bytes in `tier` on the node that has most."""
         count = len(self.by_rank)
         sums = [memory.tier_bytes(tier) for memory in self.by_rank]
         firsts = {first % count for first in range(0, count * ranks_per_node, ranks_per_node)}
@@ -82,19 +82,18 @@ class MemoryByRank:
 
 
 class MemoryEstimator:
-    """Counts what rests on a rank.
+    """Counts the bytes of the model states on each rank.
 
     Args:
-        plan: The engine's.
-        module: It was made of; meta tensors will do.
-        optimizers: The same as the engine's.
-        offloads: For parameters and optimizer, as `ZeroConfig.offloads`.
-        has_device_memory: CPU memory is other memory than the device's.
-        accumulates: Several micro-batches are summed before a step.
-        steps_by_bucket: What the optimizers keep may go to files; False for those that can only
-            step everything in one call. That of optimizers of whole tensors never does.
-        averages: Of the weights, and where each rests: in CPU memory, or where it is stepped
-            (DEVICE).
+        plan: Plan of the engine.
+        module: Module of the plan; its tensors may be on the meta device.
+        optimizers: Optimizers of the engine.
+        offloads: Offload of parameters and of the optimizer, as in `ZeroConfig.offloads`.
+        has_device_memory: Whether the device has memory of its own.
+        accumulates: Whether a step has several micro-batches.
+        steps_by_bucket: Whether optimizer states may be stored on NVMe. False for optimizers that
+            can only step all parameters in one call. States of full tensors are never stored there.
+        averages: Tier of each weight average: CPU, or DEVICE for the tier of the optimizer.
         fallback: See `OptimizerStates`.
     """
 
@@ -122,13 +121,13 @@ class MemoryEstimator:
         self._averages = averages
 
     def ranks(self) -> MemoryByRank:
-        """What rests on every rank."""
-        are_alike = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
-        numbers = [0] if are_alike else range(self.plan.world_size)
+        """Memory of every rank."""
+        are_equal = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
+        numbers = [0] if are_equal else range(self.plan.world_size)
         return MemoryByRank(tuple(self.rank_memory(rank) for rank in numbers))
 
     def rank_memory(self, rank: int = 0) -> RankMemory:
-        """What rests on `rank`, among those that share one set of shards."""
+        """Memory of one rank of a shard group."""
         used = {Tier.DEVICE}
         for bucket in self.plan.buckets:
             used |= {bucket.tiers.param, bucket.tiers.optim, bucket.tiers.grad}
@@ -143,17 +142,17 @@ class MemoryEstimator:
             for tier, nbytes in self._grad(bucket, numel):
                 add(tier, State.GRAD, nbytes)
             add(bucket.tiers.optim, State.OPTIM, self._master(bucket, numel))
-            for tier, nbytes in self._moments(bucket, rank):
+            for tier, nbytes in self._optimizer_states(bucket, rank):
                 add(tier, State.OPTIM, nbytes)
         average_bytes = 0
-        for tier, nbytes in self._averaged(rank):
+        for tier, nbytes in self._weight_averages(rank):
             add(tier, State.OPTIM, nbytes)
             average_bytes += nbytes
         buffers = sum(b.numel() * b.element_size() for b in self._module.buffers())
         return RankMemory(held, self._nvme_buffer_bytes(), buffers, average_bytes)
 
     def parameter(self, bucket: BucketPlan, index: int) -> nn.Parameter:
-        """The parameter of a slot."""
+        """Parameter of a slot."""
         return self.named[bucket.layout.slots[index].name]
 
     # ---------------------------------------------------------------- by state
@@ -162,33 +161,34 @@ class MemoryEstimator:
         if not bucket.stage.has_shard(State.PARAM):
             return Tier.DEVICE, State.PARAM, bucket.layout.numel * bucket.dtype.itemsize
         tier = bucket.tiers.param
-        return tier, State.PARAM, self._at_rest(numel, bucket.dtype, tier)
+        return tier, State.PARAM, self._stored_bytes(numel, bucket.dtype, tier)
 
     def _grad(self, bucket: BucketPlan, numel: int) -> list[tuple[Tier, int]]:
         if not bucket.is_trainable:
             return []
         layout, dtype = bucket.layout, self.plan.grad_dtype(bucket)
-        if not bucket.stage.has_shard(State.OPTIM):  # the mean is whole, in the buffer itself
+        if not bucket.stage.has_shard(State.OPTIM):
+            # Reduced in place: there is no shard.
             return [(Tier.DEVICE, layout.numel * dtype.itemsize)]
         is_offloaded = bucket.tiers.grad.is_offloaded(has_device_memory=self.has_device_memory)
         tier = bucket.tiers.grad if is_offloaded else Tier.DEVICE
-        mean = (tier, self._at_rest(numel, dtype, tier))
+        shard = (tier, self._stored_bytes(numel, dtype, tier))
         if bucket.stage.has_shard(State.GRAD):
-            return [mean]
-        # Micro-batches are summed in the mean's dtype; else the whole buffer has the parameters'.
-        of_whole = dtype if self.accumulates else bucket.dtype
-        whole = (Tier.DEVICE, layout.numel * of_whole.itemsize)
-        is_in_place = of_whole == dtype and not is_offloaded
-        return [whole] if is_in_place else [whole, mean]
+            return [shard]
+        # Micro-batches accumulate in the dtype of the reduced gradient.
+        unsharded_dtype = dtype if self.accumulates else bucket.dtype
+        unsharded = (Tier.DEVICE, layout.numel * unsharded_dtype.itemsize)
+        is_in_place = unsharded_dtype == dtype and not is_offloaded
+        return [unsharded] if is_in_place else [unsharded, shard]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
         if not bucket.begins_with_master:
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
-        return self._at_rest(numel, bucket.master_dtype, bucket.tiers.optim)
+        return self._stored_bytes(numel, bucket.master_dtype, bucket.tiers.optim)
 
-    def _moments(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
+    def _optimizer_states(self, bucket: BucketPlan, rank: int) -> list[tuple[Tier, int]]:
         in_memory, files = 0, dict[str, int]()
         for index, slot in enumerate(bucket.layout.slots):
             states = self.states.of(self.parameter(bucket, index), bucket.master_dtype)
@@ -201,12 +201,12 @@ class MemoryEstimator:
                 owned = len(bucket.layout.owned(slot, rank))
                 in_memory += owned * states.element_bytes + states.other_bytes
         numel, tier = len(bucket.layout.shard(rank)), bucket.tiers.optim
-        of_files = sum(padded_bytes(numel * size, torch.uint8) for size in files.values())
+        in_files = sum(padded_bytes(numel * size, torch.uint8) for size in files.values())
         memory = Tier.CPU if tier is Tier.NVME else tier
-        return [(t, n) for t, n in ((memory, in_memory), (Tier.NVME, of_files)) if n]
+        return [(t, n) for t, n in ((memory, in_memory), (Tier.NVME, in_files)) if n]
 
-    def _averaged(self, rank: int) -> list[tuple[Tier, int]]:
-        """By bucket and average: as the master, but never in files."""
+    def _weight_averages(self, rank: int) -> list[tuple[Tier, int]]:
+        """Tier and bytes by bucket and average: as the main parameter, but never on NVMe."""
         found = []
         for bucket in self.plan.buckets:
             layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
@@ -216,18 +216,19 @@ class MemoryEstimator:
                 is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE
                 tier = Tier.DEVICE if is_on_device else Tier.CPU
-                found.append((tier, self._at_rest(numel, dtype, tier)))
+                found.append((tier, self._stored_bytes(numel, dtype, tier)))
         return found
 
     def _keeps_states_in_files(self, bucket: BucketPlan) -> bool:
-        may = self._steps_by_bucket and not bucket.layout.has_tensor_owners
-        return may and bucket.tiers.optim is Tier.NVME
+        if not self._steps_by_bucket or bucket.layout.has_tensor_owners:
+            return False
+        return bucket.tiers.optim is Tier.NVME
 
-    def _at_rest(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
+    def _stored_bytes(self, numel: int, dtype: torch.dtype, tier: Tier) -> int:
         is_padded = tier.is_offloaded(has_device_memory=self.has_device_memory)
         return padded_bytes(numel, dtype) if is_padded else numel * dtype.itemsize
 
-    # ---------------------------------------------------------------- buffers of files
+    # ---------------------------------------------------------------- NVMe
 
     def _nvme_buffer_bytes(self) -> int:
         param, optimizer = self._offloads
@@ -240,7 +241,7 @@ class MemoryEstimator:
 
     @property
     def steps_files(self) -> bool:
-        """A step needs buffers for files; shards of whole tensors are read at once."""
+        """Whether a step needs NVMe buffers; shards of full tensors are read without them."""
         return self._steps_by_bucket and any(
             self.stepped_files(bucket)
             for bucket in self.plan.buckets
@@ -248,7 +249,7 @@ class MemoryEstimator:
         )
 
     def stepped_files(self, bucket: BucketPlan, rank: int = 0) -> list[tuple[bool, bool, int]]:
-        """For each file of `rank` that a step of `bucket` uses: is read, is written, bytes."""
+        """Files of `rank` that a step of `bucket` uses: (is read, is written, bytes) of each."""
         if not bucket.is_trainable or not bucket.stage.has_shard(State.OPTIM):
             return []
         layout, files = bucket.layout, []
@@ -271,6 +272,6 @@ class MemoryEstimator:
             for index in range(len(layout.slots)):
                 parameter = self.parameter(bucket, index)
                 kept.update(self.states.of(parameter, bucket.master_dtype).elementwise)
-            of_file = [padded_bytes(numel * size, torch.uint8) for size in kept.values()]
-            files += [(True, True, nbytes) for nbytes in of_file]
+            sizes = [padded_bytes(numel * size, torch.uint8) for size in kept.values()]
+            files += [(True, True, nbytes) for nbytes in sizes]
         return files

@@ -1,8 +1,8 @@
-"""What an optimizer keeps for a parameter, found out by one step of a copy of it on a toy.
+"""States of an optimizer, found by one step of a copy of it on a small probe tensor.
 
-[Note: Sizes of toys] The sizes of a toy are all different, so that a state that is not shaped like
-its parameter tells by its own sizes which of the parameter's it has: Adafactor's (7, 1) and (1, 5)
-are one number for each row and each column.
+[Note: Probe shapes] The sizes of a probe tensor are all different. The sizes of a state that is not
+shaped like its parameter then show which of the parameter's sizes it has: Adafactor's (7, 1) and
+(1, 5) have one number for each row and for each column.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 _Shape = tuple[int, ...]
-_SMALL = (7, 5, 3, 2, 4)  # sizes of a toy; 1 beyond
-_LARGE = (131, 137)  # of matrices: some optimizers factor these from 128 on
+_SMALL = (7, 5, 3, 2, 4)  # sizes of a probe tensor; 1 for further dims
+_LARGE = (131, 137)  # probe of a large matrix: some optimizers factor matrices from 128 on
 _FACTORIES: dict[str, type[Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
@@ -41,31 +41,32 @@ OPTIMIZER_NAMES = tuple(sorted([*_FACTORIES, "sgd_momentum"]))
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What an optimizer keeps for one parameter after its first step.
+    """States that an optimizer keeps for one parameter after its first step.
 
     Attributes:
-        elementwise: By key, bytes for each element.
-        others: Shape and bytes of an element of each other tensor, as a step counter.
-        toy: Shape of the parameter that it was tried on. See [Note: Sizes of toys].
+        elementwise: Bytes per element of the states with the parameter's shape, by key.
+        others: Shape and itemsize of each other tensor, such as a step counter.
+        probe_shape: Shape of the probed tensor. See [Note: Probe shapes].
     """
 
     elementwise: dict[str, int] = field(default_factory=dict)
     others: tuple[tuple[_Shape, int], ...] = ()
-    toy: _Shape = ()
+    probe_shape: _Shape = ()
 
     @property
     def element_bytes(self) -> int:
-        """Of all elementwise states, for each element."""
+        """Bytes of all elementwise states per element."""
         return sum(self.elementwise.values())
 
     @property
     def other_bytes(self) -> int:
-        """Of other states, for a slice of a parameter, whatever its length."""
+        """Bytes of the other states for a shard of a parameter, independent of its length."""
         return sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
 
     def full_bytes(self, shape: _Shape) -> int:
-        """Of all states of a parameter that is stepped whole."""
-        size_of = {size: own for size, own in zip(self.toy, shape, strict=False) if size > 1}
+        """Bytes of all states of a parameter of `shape` that is stepped as a full tensor."""
+        sizes = zip(self.probe_shape, shape, strict=False)
+        size_of = {size: own for size, own in sizes if size > 1}
         others = sum(
             math.prod(size_of.get(size, size) for size in other) * itemsize
             for other, itemsize in self.others
@@ -74,11 +75,11 @@ class StateSpec:
 
 
 class OptimizerStates:
-    """The states of every parameter of some optimizers.
+    """States of every parameter of the given optimizers.
 
     Args:
-        optimizers: As the engine gets them; their parameters may be on the meta device.
-        fallback: What those are taken to keep that cannot step a toy; None: they are refused.
+        optimizers: Optimizers of the engine; their parameters may be on the meta device.
+        fallback: States assumed for an optimizer that cannot be probed; None: raise an error.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], fallback: StateSpec | None = None) -> None:
@@ -92,37 +93,42 @@ class OptimizerStates:
         self._known: dict[tuple[int, int, _Shape, torch.dtype], StateSpec] = {}
 
     def of(self, parameter: nn.Parameter, dtype: torch.dtype) -> StateSpec:
-        """What is kept for `parameter`, stepped in `dtype`; nothing where no optimizer has it."""
+        """States of `parameter`, stepped in `dtype`; none if no optimizer has the parameter.
+
+        Raises:
+            ValueError: The optimizer cannot be probed, and there is no fallback.
+        """
         member = self._member.get(parameter)
         if member is None or not parameter.requires_grad:
             return StateSpec()
         optimizer, group = member
-        # Adafactor, say, keeps another state for a matrix than for a vector.
-        toy = _toy_like(tuple(parameter.shape))
-        key = (id(optimizer), group, toy, dtype)
+        # States may depend on the number of dims: Adafactor factors matrices only.
+        shape = _probe_shape(tuple(parameter.shape))
+        key = (id(optimizer), group, shape, dtype)
         if key not in self._known:
-            self._known[key] = self._find(optimizer, group, toy, dtype)
+            self._known[key] = self._find(optimizer, group, shape, dtype)
         return self._known[key]
 
-    def _find(self, optimizer: Optimizer, group: int, toy: _Shape, dtype: torch.dtype) -> StateSpec:
+    def _find(
+        self, optimizer: Optimizer, group: int, shape: _Shape, dtype: torch.dtype
+    ) -> StateSpec:
         try:
-            return _try(optimizer, group, toy, dtype)
+            return _probe(optimizer, group, shape, dtype)
         except Exception as error:
             if self._fallback is not None:
                 return self._fallback
             raise ValueError(
-                f"{type(optimizer).__name__} cannot step a tensor by itself "
-                f"({type(error).__name__}: {error}), so what it keeps cannot be told; plan with an "
-                "optimizer such as AdamW."
+                f"the states of {type(optimizer).__name__} are unknown: it cannot step a single "
+                f"tensor ({type(error).__name__}: {error}); plan with an optimizer such as AdamW."
             ) from error
 
 
 def data_parallel_bytes(named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of states that DistributedDataParallel holds on every rank, gradients among them.
+    """Bytes of model states that DistributedDataParallel holds on every rank, with gradients.
 
     Args:
-        named: The module's parameters, each once, in the dtypes in which they are given.
-        optimizers: Over them.
+        named: Parameters of the module, each once, in their own dtypes.
+        optimizers: Optimizers of these parameters.
     """
     gradients = (p.numel() * p.dtype.itemsize for p in named.values() if p.requires_grad)
     return full_checkpoint_bytes(named, optimizers) + sum(gradients)
@@ -131,9 +137,9 @@ def data_parallel_bytes(named: Mapping[str, nn.Parameter], optimizers: Sequence[
 def full_checkpoint_bytes(
     named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> int:
-    """Bytes of parameters and optimizer states in a checkpoint of the full form.
+    """Bytes of parameters and optimizer states in a full checkpoint.
 
-    Rank 0 holds them in CPU memory while it saves one. Arguments are as in `data_parallel_bytes`.
+    Rank 0 holds them in CPU memory while it saves. Arguments are those of `data_parallel_bytes`.
     """
     states, nbytes = OptimizerStates(optimizers, StateSpec()), 0
     for parameter in named.values():
@@ -145,26 +151,26 @@ def full_checkpoint_bytes(
 def make_optimizers(
     name: str, named: Mapping[str, nn.Parameter], blocks: Collection[str] = ()
 ) -> list[Optimizer]:
-    """Optimizers of torch with their default settings, over all parameters that are trained.
+    """Makes torch optimizers with default settings for all trainable parameters.
 
-    "sgd_momentum" is SGD that has one. Muon steps matrices only, and gets those of the blocks;
-    AdamW gets the rest.
+    "sgd_momentum" is SGD with momentum. Muon steps the matrices of the blocks; AdamW steps the
+    other parameters.
 
     Args:
-        name: Of the optimizer's class, in whatever case.
+        name: Name of the optimizer's class, in any case.
         named: Parameters by name.
-        blocks: Qualified names of a model's repeated blocks.
+        blocks: Qualified names of the model's repeated blocks.
 
     Raises:
-        ValueError: There is none of this name, which says which there are; or nothing for it.
+        ValueError: The name is unknown, or the model has no parameter for the optimizer.
     """
     key = name.lower()
     trained = {n: p for n, p in named.items() if p.requires_grad}
     if not trained:
-        raise ValueError("no parameter of the model is trained.")
+        raise ValueError("the model has no parameter that requires a gradient.")
     if key not in OPTIMIZER_NAMES:
         known = ", ".join(OPTIMIZER_NAMES)
-        raise ValueError(f"there is no optimizer {name!r}; torch has {known}.")
+        raise ValueError(f"optimizer must be one of {known}, got {name!r}.")
     if key == "sgd_momentum":
         return [torch.optim.SGD(trained.values(), lr=0.1, momentum=0.9)]
     if key != "muon":
@@ -172,21 +178,21 @@ def make_optimizers(
     prefixes = tuple(f"{block}." for block in blocks)
     matrices = [n for n, p in trained.items() if p.dim() == 2 and n.startswith(prefixes)]
     if not matrices:
-        raise ValueError("Muon steps the matrices of repeated blocks, and the model has none.")
+        raise ValueError("Muon steps the matrices of repeated blocks, but the model has none.")
     rest = [p for n, p in trained.items() if n not in matrices]
     muon = torch.optim.Muon([trained[n] for n in matrices])
     return [muon, torch.optim.AdamW(rest)] if rest else [muon]
 
 
-def _toy_like(shape: _Shape) -> _Shape:
+def _probe_shape(shape: _Shape) -> _Shape:
     if len(shape) == len(_LARGE) and min(shape) >= min(_LARGE):
         return _LARGE
-    num_dims = len(shape) or 1  # a slice has one
+    num_dims = len(shape) or 1  # a shard has one dim
     return (*_SMALL[:num_dims], *[1] * (num_dims - len(_SMALL)))
 
 
-def _try(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> StateSpec:
-    """Steps a copy of `optimizer` once, with the settings of one group, on a small CPU tensor."""
+def _probe(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> StateSpec:
+    """Steps a copy of `optimizer` once, with the settings of group `index`, on a CPU tensor."""
     state = probe_state(optimizer, torch.ones(shape, dtype=dtype), index)
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []

@@ -1,4 +1,4 @@
-"""Language models by their shape alone: what a plan needs of a model whose code is not at hand."""
+"""Shapes of language models, to plan for a model without its code."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ class DecoderShape:
     Attributes:
         width: Size of the residual stream.
         num_layers: Number of blocks.
-        num_heads: Attention heads; divides `width`.
+        num_heads: Number of attention heads; divides `width`.
         vocab_size: Number of token ids.
-        context: Longest sequence that has learned positions; 0: rotary positions, which have no
-            parameters.
-        num_kv_heads: Heads of keys and values; None: `num_heads`.
+        context: Number of learned positions; 0: rotary positions, which have no parameters.
+        num_kv_heads: Number of key and value heads; None: `num_heads`.
         hidden: Width of the feed-forward layers; None: four times `width`.
-        is_gated: Three matrices in a feed-forward layer instead of two, and RMSNorm instead of
-            LayerNorm: as in Llama.
-        biases: Of `qkv`, `proj`, `gate`, `up` and `down`, the layers that have one; None: all, or
-            none where `is_gated`.
-        head_width: Of an attention head; None: `width` divided by `num_heads`.
-        has_qk_norm: An RMSNorm of every head of queries and of keys.
-        is_tied: The last layer has the weights of the first.
+        is_gated: Whether a feed-forward layer has three matrices instead of two, and norms are
+            RMSNorm instead of LayerNorm, as in Llama.
+        biases: Layers with a bias, of `qkv`, `proj`, `gate`, `up` and `down`; None: all, or none
+            if `is_gated`.
+        head_width: Width of an attention head; None: `width` divided by `num_heads`.
+        has_qk_norm: Whether queries and keys have an RMSNorm per head.
+        is_tied: Whether the output layer shares the weights of the embedding.
     """
 
     width: int
@@ -51,7 +50,7 @@ class DecoderShape:
     is_tied: bool = False
 
     def linear(self, name: str, in_width: int, out_width: int) -> nn.Linear:
-        """A layer of a block."""
+        """Makes the layer `name` of a block."""
         biases = self.biases
         if biases is None:
             biases = () if self.is_gated else _GPT_BIASES
@@ -69,7 +68,7 @@ SHAPES = {
         16384, 126, 128, 128256, num_kv_heads=8, hidden=53248, is_gated=True
     ),
 }
-# Of the example, which `conf/model` describes; on bytes, GPTs with learned positions.
+# Models of the example, as in `conf/model`; their tokens are bytes, GPTs have learned positions.
 SHAPES |= {
     "tiny": DecoderShape(128, 3, 4, context=64),
     "llama_mini": DecoderShape(128, 3, 4, hidden=344, is_gated=True),
@@ -92,41 +91,42 @@ _NUMBERS = {
     "head_dim": "head_width",
 }
 _MLP = ("gate", "up", "down")
-_MOST = {"num_hidden_layers": 10_000}  # of which each is built
-_MAY_BE_MISSING = ("num_key_value_heads", "head_dim")
+_MAX = {"num_hidden_layers": 10_000}  # every layer is built
+_MAX_NUMBER = 10**7
+_OPTIONAL = ("num_key_value_heads", "head_dim")
 
 
 def shape_of_hugging_face(config: Mapping[str, Any]) -> DecoderShape:
-    """The shape of a model of transformers, where its kind is one of Llama and those like it.
+    """Shape of a transformers model of the Llama family.
 
     Args:
-        config: Of its `config.json`.
+        config: Content of its `config.json`.
 
     Raises:
-        ValueError: It is of another kind, or a number is missing.
+        ValueError: The model is of another family, or a number is missing or invalid.
     """
     kind = config.get("model_type")
     if kind not in _FAMILY:
         raise ValueError(
-            f"model_type must be one of {', '.join(_FAMILY)}, whose shapes are known, got "
-            f"{kind!r}; use --module with a class or function that builds the model."
+            f"model_type must be one of {', '.join(_FAMILY)}, got {kind!r}; use --module with a "
+            "class or function that builds the model."
         )
     numbers = {}
     for key, name in _NUMBERS.items():
         number = config.get(key)
-        if number is None and key in _MAY_BE_MISSING:
+        if number is None and key in _OPTIONAL:
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{key} must be a whole number of at least 1, got {number!r}.")
-        if number > (most := _MOST.get(key, 10**7)):
-            raise ValueError(f"{key} must be at most {most}, got {number}.")
+            raise ValueError(f"{key} must be an integer of at least 1, got {number!r}.")
+        if number > _MAX.get(key, _MAX_NUMBER):
+            raise ValueError(f"{key} must be at most {_MAX.get(key, _MAX_NUMBER)}, got {number}.")
         numbers[name] = number
     heads, kv_heads = numbers["num_heads"], numbers.get("num_kv_heads", numbers["num_heads"])
     if heads % kv_heads:
         raise ValueError(f"num_key_value_heads must divide {heads} heads, got {kv_heads}.")
-    of_attention = ("qkv",) if kind == "qwen2" else ("qkv", "proj")
+    attention = ("qkv",) if kind == "qwen2" else ("qkv", "proj")
     has_bias = kind == "qwen2" or config.get("attention_bias")
-    biases = [*(of_attention if has_bias else ()), *(_MLP if config.get("mlp_bias") else ())]
+    biases = [*(attention if has_bias else ()), *(_MLP if config.get("mlp_bias") else ())]
     return DecoderShape(
         **numbers,
         is_gated=True,
@@ -137,7 +137,7 @@ def shape_of_hugging_face(config: Mapping[str, Any]) -> DecoderShape:
 
 
 class Decoder(nn.Module):
-    """Token ids of shape (batch, time) to logits of shape (batch, time, vocab_size)."""
+    """Maps token ids of shape (batch, time) to logits of shape (batch, time, vocab_size)."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Decoder(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits for the token after each position."""
+        """Computes the logits of the token after each position."""
         x = self.tokens(ids)
         if self.positions is not None:
             x = x + self.positions(torch.arange(ids.shape[1], device=ids.device))
@@ -162,7 +162,7 @@ class Decoder(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm."""
+    """Attention and a feed-forward layer, each after a norm."""
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""The most device memory of a step: the schedule replayed on a trace, with bytes for tensors.
+"""Peak device memory of a step: the engine's schedule run on a trace, with bytes for tensors.
 
-[Note: Replayed] `StepSimulation` does as `Schedule`, `Unit` and `Gradients` in a step that follows others
-like it, by the order that decides there too: units are gathered before their use and ahead of it,
-buckets of gradients fill up, travel and go. Beside what rests there are at each moment whole units,
-whole gradient buckets, what a reduction receives, and activations. On the CPU, memory of gradient
-buckets is kept for the next one until backward ends (`CountedScratch`).
+[Note: Simulated step] `StepSimulation` follows the rules of `Schedule`, `Unit` and `Gradients`, in
+a step whose schedule has been recorded, and uses the engine's `CollectiveOrder`. Units are
+prefetched or unsharded before their use; gradient buckets are filled, reduced and freed. Beside the
+model states, memory holds at each moment: unsharded units, unsharded gradient buckets, the receive
+buffers of a reduction, and activations. On the CPU, memory of a gradient bucket is reused for the
+next one until backward ends (`CountedScratch`).
 """
 
 from __future__ import annotations
@@ -29,45 +30,50 @@ __all__ = ["Peak", "StepSimulation", "CountedScratch", "simulate_step"]
 
 
 class CountedScratch:
-    """Memory in pieces; on the CPU kept for the next use, the smallest piece that is enough."""
+    """Pool of memory blocks, counted in bytes; `take` reuses the smallest that is large enough.
+
+    Args:
+        keeps: Whether freed blocks are kept for reuse.
+    """
 
     def __init__(self, *, keeps: bool) -> None:
         self._keeps = keeps
         self._spare: list[int] = []  # bytes
-        self.nbytes = 0  # of all pieces
+        self.nbytes = 0  # of all blocks
 
     def take(self, nbytes: int) -> int:
-        """A piece of at least so many bytes: its size."""
-        fitting = [piece for piece in self._spare if piece >= nbytes]
+        """Takes a block of at least `nbytes`, and returns its size."""
+        fitting = [block for block in self._spare if block >= nbytes]
         if not fitting:
             self.nbytes += nbytes
             return nbytes
         self._spare.remove(min(fitting))
         return min(fitting)
 
-    def give(self, piece: int) -> None:
-        """Returns a piece that `take` gave."""
+    def give(self, block: int) -> None:
+        """Frees a block of `take`."""
         if self._keeps:
-            self._spare.append(piece)
+            self._spare.append(block)
         else:
-            self.nbytes -= piece
+            self.nbytes -= block
 
     def clear(self) -> None:
-        """Frees all pieces."""
+        """Frees all blocks."""
         self._spare.clear()
         self.nbytes = 0
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Device memory of one rank beside what rests, at the moment when it is most.
+    """Peak of one rank's device memory in a step, beside the model states.
 
     Attributes:
-        unsharded_bytes: Whole parameters of units that rest as shards.
-        grad_bucket_bytes: Whole gradients on their way, and what reductions receive.
-        activation_bytes: Of the module.
-        freed_bytes: Shards of gradients that rest, and have been zeroed at this moment.
-        num_all_gathers: By bucket, gathers before use in one micro-batch.
+        unsharded_bytes: Bytes of unsharded parameters.
+        grad_bucket_bytes: Bytes of unsharded gradients and of the receive buffers of reductions.
+        activation_bytes: Bytes of activations.
+        freed_bytes: Bytes of gradient shards that are counted as model states but are freed at
+            the peak, after `zero_grad`.
+        num_all_gathers: Number of all-gathers before use in one micro-batch, by bucket.
     """
 
     unsharded_bytes: int = 0
@@ -78,7 +84,7 @@ class Peak:
 
     @property
     def total_bytes(self) -> int:
-        """Of all, without what has been freed."""
+        """Bytes beside the model states, less those that are freed."""
         needed = self.unsharded_bytes + self.grad_bucket_bytes + self.activation_bytes
         return needed - self.freed_bytes
 
@@ -93,18 +99,18 @@ def simulate_step(
     accumulates: bool = False,
     rank: int = 0,
 ) -> Peak:
-    """What a step needs beside what rests.
+    """Peak of device memory in a step, beside the model states.
 
     Args:
-        plan: The engine's.
-        config: It was made with.
-        trace: Of one micro-batch.
-        on_gloo: Ranks talk over gloo on the CPU, which receives into buffers of its own.
-        has_device_memory: CPU memory is other memory than the device's.
-        accumulates: A mean of earlier micro-batches is added to.
-        rank: Whose shards, where they differ.
+        plan: Plan of the engine.
+        config: Settings of the plan.
+        trace: Trace of one micro-batch.
+        on_gloo: Whether the backend is gloo, which receives into buffers of its own.
+        has_device_memory: Whether the device has memory of its own.
+        accumulates: Whether gradients are added to those of earlier micro-batches.
+        rank: Rank whose shards are counted, where ranks differ.
     """
-    run = StepSimulation(
+    simulation = StepSimulation(
         plan,
         config,
         rank,
@@ -113,12 +119,12 @@ def simulate_step(
         accumulates=accumulates,
     )
     for _ in range(3):
-        run.follow(trace.moments)  # learns the order, as the first steps do
-    return run.follow(trace.moments)
+        simulation.run(trace.moments)  # records the schedule, as the first steps do
+    return simulation.run(trace.moments)
 
 
-class _Alone:
-    """How one rank speaks with itself."""
+class _LocalControlPlane:
+    """Control plane of a single rank: every round returns what the rank sent."""
 
     rank, size = 0, 1
 
@@ -150,7 +156,7 @@ class _Alone:
 
 
 class _Unit:
-    """Of the buckets that rest as shards."""
+    """Buckets of a unit whose parameters are sharded."""
 
     def __init__(self, plan: UnitPlan, index: int) -> None:
         self.index = index
@@ -160,18 +166,18 @@ class _Unit:
         self.stays_unsharded = index == 0
 
     def has_all(self, arrived: Collection[str]) -> bool:
-        """Every parameter has its gradient."""
+        """Whether every parameter has its gradient."""
         return all(
             bucket.is_trainable and all(slot.name in arrived for slot in bucket.layout.slots)
             for bucket in self.buckets
         )
 
 
-_NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # a module that is none in this plan
+_NO_UNIT = _Unit(UnitPlan(ROOT, ()), 0)  # stands for a module that is not a unit of the plan
 
 
 class StepSimulation:
-    """One rank in a step. See [Note: Replayed]."""
+    """Memory of one rank during a step. See [Note: Simulated step]."""
 
     def __init__(
         self,
@@ -188,136 +194,138 @@ class StepSimulation:
         self._config = config
         self._rank = rank
         self._on_gloo = on_gloo
-        self._is_apart = has_device_memory
+        self._has_device_memory = has_device_memory
         self._accumulates = accumulates
         self._list = [_Unit(unit, index) for index, unit in enumerate(plan.units)]
         self._units = {unit.name: own for unit, own in zip(plan.units, self._list, strict=True)}
-        self._place_of = {
+        self._location_of = {
             slot.name: (self._units[unit.name], bucket, slot.numel)
             for unit in plan.units
             for bucket in unit.buckets
             for slot in bucket.layout.slots
         }
         self._order = CollectiveOrder(
-            _Alone(),
+            _LocalControlPlane(),
             self,
             numels=[unit.numel for unit in self._list],
             num_buckets=len(self._buckets),
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
         self._number_of = {bucket.name: number for number, bucket in enumerate(self._buckets)}
-        self._sequence = list(reversed(self._number_of.values()))  # of reductions
+        self._reduction_sequence = list(reversed(self._number_of.values()))
         self._begin()
 
     def _begin(self) -> None:
         self._is_backward = False
-        self._ahead: set[_Unit] = set()  # not used yet
-        self._reduced: list[int] = []
+        self._prefetched: set[_Unit] = set()  # not used yet
+        self._reduced: list[int] = []  # buckets
         self._arrived_buckets: list[int] = []
-        self._whole: set[_Unit] = set()
-        self._gathered_bytes = 0  # of those
-        self._awaited: Counter[_Unit] = Counter()
-        self._missing: dict[str, set[str]] = {}  # by bucket: gradients still to come
-        self._arrived: set[str] = set()  # parameters
-        self._open: dict[str, int] = {}  # by bucket: bytes of whole gradients
-        self._reducing: str | None = None
-        self._received: list[int] = []
-        self._out = 0
-        self._freed: dict[str, int] = {}  # by bucket: bytes of its zeroed shard of gradients
-        self._freed_bytes = 0  # of all
-        self._landing: list[int] = []
-        self._scratch = CountedScratch(keeps=not self._is_apart)
+        self._unsharded: set[_Unit] = set()
+        self._unsharded_bytes = 0
+        self._pending_backwards: Counter[_Unit] = Counter()
+        self._missing: dict[str, set[str]] = {}  # parameters without a gradient yet, by bucket
+        self._arrived: set[str] = set()  # parameters with a gradient
+        self._open: dict[str, int] = {}  # bytes of unsharded gradients, by bucket
+        self._reducing: str | None = None  # bucket
+        self._received: list[int] = []  # receive buffers of the reduction
+        self._reduced_bytes = 0  # result of the reduction, outside the model states
+        self._freed: dict[str, int] = {}  # bytes of zeroed gradient shards, by bucket
+        self._freed_bytes = 0  # sum of `_freed`
+        self._offloading: list[int] = []  # reduced gradients on their way to CPU memory
+        self._scratch = CountedScratch(keeps=not self._has_device_memory)
         self._receive = CountedScratch(keeps=self._on_gloo)
-        self._gathers: Counter[str] = Counter()
-        self._coming: set[str] = set()  # parameters that get a gradient
+        self._all_gathers: Counter[str] = Counter()
+        self._coming: set[str] = set()  # parameters that get a gradient in this step
         self._activation_bytes = 0
-        self._most = Peak()
+        self._peak = Peak()
 
-    def follow(self, moments: Sequence[TraceMoment]) -> Peak:
-        """Runs through a step."""
+    def run(self, moments: Sequence[TraceMoment]) -> Peak:
+        """Runs one step, and returns its peak."""
         self._begin()
         self._coming = {m.name for m in moments if m.event is Event.GRAD}
         self._order.begin("a forward and its backward", ())
         self._unshard(self._units[ROOT])
         for moment in moments:
             self._activation_bytes = moment.live_bytes
-            self._look(moment.high_bytes)
+            self._update_peak(moment.high_bytes)
             self._act(moment)
-            self._look(self._activation_bytes)
-        return dataclasses.replace(self._most, num_all_gathers=self._gathers)
+            self._update_peak(self._activation_bytes)
+        return dataclasses.replace(self._peak, num_all_gathers=self._all_gathers)
 
-    def _look(self, activation_bytes: int) -> None:
-        buckets = self._scratch.nbytes + self._receive.nbytes + self._out + sum(self._landing)
-        needed = self._gathered_bytes + buckets + activation_bytes - self._freed_bytes
-        if needed > self._most.total_bytes:
-            self._most = Peak(self._gathered_bytes, buckets, activation_bytes, self._freed_bytes)
+    def _update_peak(self, activation_bytes: int) -> None:
+        buckets = self._scratch.nbytes + self._receive.nbytes
+        buckets += self._reduced_bytes + sum(self._offloading)
+        needed = self._unsharded_bytes + buckets + activation_bytes - self._freed_bytes
+        if needed > self._peak.total_bytes:
+            self._peak = Peak(self._unsharded_bytes, buckets, activation_bytes, self._freed_bytes)
 
     def _act(self, moment: TraceMoment) -> None:
         unit = self._units.get(moment.name, _NO_UNIT)
         match moment.event:
             case Event.PRE_FORWARD:
                 self._unshard(unit)
-                self._awaited[unit] += moment.is_awaited
+                self._pending_backwards[unit] += moment.is_awaited
             case Event.POST_FORWARD:
                 if not self._stays_unsharded_after_forward(unit):
-                    self._release(unit)
+                    self._reshard(unit)
             case Event.BEGIN_BACKWARD:
                 self._is_backward = True
                 self._zero_gradients()
-                self._order.begin_backward((), "a backward", self._eager())
+                self._order.begin_backward((), "a backward", self._bucket_sequence())
                 self._unshard(self._units[ROOT])
             case Event.PRE_BACKWARD:
                 self._unshard(unit)
             case Event.POST_BACKWARD:
-                self._awaited[unit] -= 1
-                if not unit.stays_unsharded and self._awaited[unit] <= 0:
-                    self._release(unit)
+                self._pending_backwards[unit] -= 1
+                if not unit.stays_unsharded and self._pending_backwards[unit] <= 0:
+                    self._reshard(unit)
                     self._prefetch()
             case Event.GRAD:
-                self._receive_gradient(moment.name)
+                self._accumulate_gradient(moment.name)
             case Event.FINALIZE_BACKWARD:
                 self._order.finalize_backward(bytes, self._finish_reduction)
                 self._order.conclude_backward(is_complete=True)
-                self._sequence = list(dict.fromkeys([*self._arrived_buckets, *self._reduced]))
+                sequence = dict.fromkeys([*self._arrived_buckets, *self._reduced])
+                self._reduction_sequence = list(sequence)
                 self._finish_reduction()
                 self._scratch.clear()
                 self._receive.clear()
                 self._open.clear()
-                self._landing.clear()
-                self._whole.clear()
-                self._gathered_bytes = 0
+                self._offloading.clear()
+                self._unsharded.clear()
+                self._unsharded_bytes = 0
 
-    # ---------------------------------------------------------------- gathers
+    # ---------------------------------------------------------------- units
 
-    def _eager(self) -> list[int]:
-        """Buckets that get a gradient, in the order in which they got it before."""
+    def _bucket_sequence(self) -> list[int]:
+        """Buckets that get a gradient, in the order of their gradients in the step before."""
         return [
             number
-            for number in self._sequence
+            for number in self._reduction_sequence
             if any(slot.name in self._coming for slot in self._buckets[number].layout.slots)
         ]
 
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
-            while unit not in self._whole:
+            while unit not in self._unsharded:
                 self._order.request_unshard(unit.index, is_backward=self._is_backward)
-            self._ahead.discard(unit)
+            self._prefetched.discard(unit)
             self._prefetch()
 
     def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
         """See `Issuer`."""
         one = self._list[unit]
-        self._gathers.update(bucket.name for bucket in one.buckets)
-        if is_kept and one not in self._whole:
-            self._whole.add(one)
-            self._gathered_bytes += one.nbytes
+        self._all_gathers.update(bucket.name for bucket in one.buckets)
+        if is_kept and one not in self._unsharded:
+            self._unsharded.add(one)
+            self._unsharded_bytes += one.nbytes
         if is_kept:
-            self._ahead.add(one)
+            self._prefetched.add(one)
 
-    def _release(self, unit: _Unit) -> None:
-        if unit in self._whole:
-            self._whole.remove(unit)
-            self._gathered_bytes -= unit.nbytes
+    def _reshard(self, unit: _Unit) -> None:
+        if unit in self._unsharded:
+            self._unsharded.remove(unit)
+            self._unsharded_bytes -= unit.nbytes
 
     def issue_reduction(self, bucket: int) -> None:
         """See `Issuer`."""
@@ -330,8 +338,8 @@ class StepSimulation:
         self._order.begin("a forward and its backward", ())
 
     def _prefetch(self) -> None:
-        ahead = sum(unit.numel for unit in self._ahead)
-        prefetch(self._order, self._list, self._whole, self._config, ahead)
+        prefetched_numel = sum(unit.numel for unit in self._prefetched)
+        prefetch(self._order, self._list, self._unsharded, self._config, prefetched_numel)
 
     def _stays_unsharded_after_forward(self, unit: _Unit) -> bool:
         if unit.stays_unsharded or self._is_backward or self._config.reshard_after_forward is False:
@@ -340,16 +348,16 @@ class StepSimulation:
 
     # ---------------------------------------------------------------- gradients
 
-    def _receive_gradient(self, name: str) -> None:
-        unit, bucket, numel = self._place_of[name]
+    def _accumulate_gradient(self, name: str) -> None:
+        unit, bucket, numel = self._location_of[name]
         if self._reducing == bucket.name:
             self._finish_reduction()
         self._arrived.add(name)
         if bucket.stage.has_shard(State.GRAD) and bucket.name not in self._open:
             nbytes = bucket.layout.numel * bucket.dtype.itemsize
             self._open[bucket.name] = self._scratch.take(nbytes)
-        self._look(self._activation_bytes)
-        self._activation_bytes -= numel * bucket.dtype.itemsize  # it has been copied, and is gone
+        self._update_peak(self._activation_bytes)
+        self._activation_bytes -= numel * bucket.dtype.itemsize  # copied to the bucket and freed
         if bucket.name not in self._missing:
             names = {slot.name for slot in bucket.layout.slots}
             self._missing[bucket.name] = names & self._coming
@@ -357,41 +365,43 @@ class StepSimulation:
         missing.discard(name)
         if missing:
             return
-        if not self._awaited[unit] and not unit.stays_unsharded and unit.has_all(self._arrived):
-            self._release(unit)
+        is_pending = self._pending_backwards[unit] or unit.stays_unsharded
+        if not is_pending and unit.has_all(self._arrived):
+            self._reshard(unit)
         self._arrived_buckets.append(self._number_of[bucket.name])
         self._order.mark_ready(self._number_of[bucket.name])
 
     def _zero_gradients(self) -> None:
-        """As the Trainer does between forward and backward: shards of gradients are freed."""
+        """Frees gradient shards, as the Trainer does between forward and backward."""
         for bucket in self._buckets:
             dtype, stage = self._plan.grad_dtype(bucket), bucket.stage
-            is_alone = stage.has_shard(State.GRAD) or dtype != bucket.dtype  # not in the whole
-            is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_alone
-            rests_here = not bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
-            if is_shard and rests_here and not self._accumulates:
+            # Otherwise the shard is a part of the unsharded gradient.
+            is_separate = stage.has_shard(State.GRAD) or dtype != bucket.dtype
+            is_shard = bucket.is_trainable and stage.has_shard(State.OPTIM) and is_separate
+            is_offloaded = bucket.tiers.grad.is_offloaded(has_device_memory=self._has_device_memory)
+            if is_shard and not is_offloaded and not self._accumulates:
                 numel = len(bucket.layout.shard(self._rank))
                 self._freed[bucket.name] = numel * dtype.itemsize
         self._freed_bytes = sum(self._freed.values())
 
     def _reduce(self, bucket: BucketPlan) -> None:
-        size, mean = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
+        size, grad_itemsize = self._plan.world_size, self._plan.grad_dtype(bucket).itemsize
         shard = len(bucket.layout.shard(self._rank))
         self._reducing = bucket.name
         self._freed_bytes -= self._freed.pop(bucket.name, 0)
         if not bucket.stage.has_shard(State.OPTIM):
-            sent = mean
+            sent = grad_itemsize
         else:
             sent = bucket.dtype.itemsize
-            is_landing = bucket.tiers.grad.is_offloaded(has_device_memory=self._is_apart)
-            if is_landing or self._accumulates:
-                self._out = shard * mean
+            is_offloaded = bucket.tiers.grad.is_offloaded(has_device_memory=self._has_device_memory)
+            if is_offloaded or self._accumulates:
+                self._reduced_bytes = shard * grad_itemsize
         if self._on_gloo:
             self._received = [self._receive.take(shard * sent) for _ in range(size - 1)]
-        elif sent != mean:
+        elif sent != grad_itemsize:
             # NCCL sums in the dtype of the result.
-            self._received = [self._receive.take(bucket.layout.numel * mean)]
-        self._look(self._activation_bytes)
+            self._received = [self._receive.take(bucket.layout.numel * grad_itemsize)]
+        self._update_peak(self._activation_bytes)
         if not self._config.overlap_comm:
             self._finish_reduction()
 
@@ -401,9 +411,10 @@ class StepSimulation:
         name, self._reducing = self._reducing, None
         if name in self._open:
             self._scratch.give(self._open.pop(name))
-        for memory in self._received:
-            self._receive.give(memory)
+        for block in self._received:
+            self._receive.give(block)
         self._received = []
-        if self._out and self._is_apart:
-            self._landing = [*self._landing, self._out][-MAX_GRADS_IN_FLIGHT:]
-        self._out = 0
+        if self._reduced_bytes and self._has_device_memory:
+            offloading = [*self._offloading, self._reduced_bytes]
+            self._offloading = offloading[-MAX_GRADS_IN_FLIGHT:]
+        self._reduced_bytes = 0

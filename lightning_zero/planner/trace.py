@@ -1,16 +1,16 @@
-"""One training step on fake tensors: when which unit is used, and what activations take meanwhile.
+"""One training step on fake tensors: the order in which units are used, and activation memory.
 
-[Note: Live bytes] Fake tensors have storages of the right size without memory. A dispatch mode sees
-every result that is made, counts its storage, and is told by a finalizer when the last tensor on it
-has gone, whoever held it: a local variable, or autograd for backward. So the count is what an
-allocator would be asked for, without its rounding, but for the inside of kernels. Attention counts
-as one fused kernel. Parameters are not counted; the engine holds them elsewhere.
+[Note: Live bytes] Fake tensors have storages of the right size without memory. A dispatch mode
+counts the storage of every result; a finalizer subtracts it when the last tensor on it is freed,
+whether a local variable or autograd held it. The count is thus what an allocator would be asked
+for, without its rounding and without the workspace inside kernels. Attention counts as one fused
+kernel. Parameters are not counted: they are model states, which the engine allocates.
 
-[Note: Extrapolated] A language model repeats one block dozens of times, and a step of it on fake
-tensors takes as many times as long. Where all blocks of a container have one class and equal
-parameters, only the first four are run. The second and the third must have the same moments, with
-activations that differ by a constant; then those of the third are repeated. Else, or where a model
-cannot run with fewer blocks, all of them are run.
+[Note: Extrapolated trace] A language model repeats one block dozens of times, and the time of a
+step on fake tensors grows with their number. If all blocks of a container have the same class and
+equal parameters, only the first four are run. The second and the third must have the same moments,
+with activations that differ by a constant; the moments of the third are then repeated. Otherwise,
+or if the model cannot run with fewer blocks, all blocks are run.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ __all__ = [
 
 
 class Event(Enum):
-    """What happens in a step, to a unit or to a parameter."""
+    """Event of a step, of a unit or of a parameter."""
 
     PRE_FORWARD = "a unit's forward begins"
     POST_FORWARD = "a unit's forward has ended"
     BEGIN_BACKWARD = "backward begins"
     PRE_BACKWARD = "backward reaches an output of a unit"
-    POST_BACKWARD = "the gradients of all inputs of a unit are there"
-    GRAD = "the gradient of a parameter is there"
+    POST_BACKWARD = "the gradients of all inputs of a unit are computed"
+    GRAD = "the gradient of a parameter is computed"
     FINALIZE_BACKWARD = "backward has ended"
 
 
 @dataclass(frozen=True)
 class TraceMoment:
-    """One event.
+    """An event, with the activation memory at its time.
 
     Attributes:
-        event: What happens.
-        name: Of the unit or parameter; empty where it is neither.
-        live_bytes: Of activations and of gradients that nobody has taken over, at this moment.
-        high_bytes: The most of them since the moment before.
-        is_awaited: FORWARD: a BACKWARD_END will follow.
+        event: Kind of event.
+        name: Name of the unit or parameter; empty if the event has neither.
+        live_bytes: Bytes of activations, and of gradients not yet copied to a bucket.
+        high_bytes: Maximum of `live_bytes` since the previous moment.
+        is_awaited: For PRE_FORWARD: whether a POST_BACKWARD will follow.
     """
 
     event: Event
@@ -79,12 +79,12 @@ class TraceMoment:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step in moments.
+    """Recorded step.
 
     Attributes:
-        moments: In order.
-        peak_bytes: The most that activations take at any moment.
-        saved_bytes: Kept for backward, when it begins.
+        moments: Events in the order of time.
+        peak_bytes: Peak of the bytes of activations.
+        saved_bytes: Bytes of activations that are saved for backward when it begins.
     """
 
     moments: tuple[TraceMoment, ...]
@@ -101,18 +101,18 @@ def trace_step(
     autocast: torch.dtype | None = None,
     checkpointed: Collection[str] = (),
 ) -> StepTrace:
-    """Runs forward and backward on fake tensors of the CPU. The module is left as it was.
+    """Runs forward and backward on fake CPU tensors, and leaves the module unchanged.
 
     Args:
-        module: On any device, meta too; its values are not read.
-        step: Given the module, computes the loss. Tensors that it makes are fake.
-        units: Qualified names of the modules whose uses are wanted.
-        dtypes: By parameter, in which the module computes; None: as they are.
-        autocast: Compute under autocast in this dtype.
-        checkpointed: Names of modules that keep their inputs only, and run again in backward.
+        module: Module on any device, also on meta; its values are not read.
+        step: Function of the module that returns the loss. All tensors that it creates are fake.
+        units: Qualified names of the modules to record.
+        dtypes: Dtype of computation by parameter; None: the parameters' own.
+        autocast: Dtype of autocast; None: no autocast.
+        checkpointed: Qualified names of the modules under activation checkpointing.
 
     Raises:
-        ValueError: The step failed on fake tensors: it reads values, say.
+        ValueError: The step cannot run on fake tensors, for example because it reads values.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = _TraceRecorder()
@@ -124,16 +124,16 @@ def trace_step(
                 with under, torch.enable_grad():
                     loss = step(module.train())
                 saved_bytes = recorder.counter.live
-                recorder.take(Event.BEGIN_BACKWARD)
+                recorder.record(Event.BEGIN_BACKWARD)
                 loss.backward()
                 del loss
-                recorder.take(Event.FINALIZE_BACKWARD)
+                recorder.record(Event.FINALIZE_BACKWARD)
         except Exception as error:
             text = " ".join(str(error).split())
             raise ValueError(
                 f"one step of {type(module).__name__} cannot be traced on fake tensors "
-                f"({type(error).__name__}: {text[:300]}); plan without activations, or give "
-                "inputs of the right shape."
+                f"({type(error).__name__}: {text[:300]}); pass inputs of the right "
+                "shape, or plan without activations."
             ) from error
         finally:
             for child, mode in was_training.items():
@@ -142,7 +142,7 @@ def trace_step(
 
 
 class _Counter(TorchDispatchMode):
-    """Counts bytes of storages that were made inside. See [Note: Live bytes]."""
+    """Counts bytes of storages that are created under this mode. See [Note: Live bytes]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class _Counter(TorchDispatchMode):
         return result
 
     def ignore(self, tensor: Tensor) -> None:
-        """Does not count what was there before."""
+        """Excludes an existing tensor from the count."""
         self._known.add(tensor.untyped_storage()._cdata)
 
     def _watch(self, storage: torch.UntypedStorage) -> None:
@@ -168,9 +168,9 @@ class _Counter(TorchDispatchMode):
         self.live += nbytes
         self.high = max(self.high, self.live)
         self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._gone, key, nbytes)
+        weakref.finalize(storage, self._subtract, key, nbytes)
 
-    def _gone(self, key: int, nbytes: int) -> None:
+    def _subtract(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.live -= nbytes
 
@@ -180,8 +180,8 @@ class _TraceRecorder:
         self.moments: list[TraceMoment] = []
         self.counter = _Counter()
 
-    def take(self, event: Event, name: str = "", *, is_awaited: bool = False) -> None:
-        """Something happens now."""
+    def record(self, event: Event, name: str = "", *, is_awaited: bool = False) -> None:
+        """Records an event at this moment."""
         counter = self.counter
         moment = TraceMoment(event, name, counter.live, counter.high, is_awaited)
         self.moments.append(moment)
@@ -190,7 +190,7 @@ class _TraceRecorder:
 
 @contextmanager
 def _fake_tensors(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Puts fake parameters and buffers in place of the module's own; one for each, ties too."""
+    """Replaces parameters and buffers of the module by fake tensors; ties are preserved."""
     made: dict[Tensor, Tensor] = {}
     kept: list[tuple[dict[str, Any], dict[str, Any]]] = []
     named = {parameter: name for name, parameter in parameters_by_name(module).items()}
@@ -223,18 +223,18 @@ def _hooked(
     checkpointed: Collection[str],
     recorder: _TraceRecorder,
 ) -> Iterator[None]:
-    """Hooks as `Schedule` has them, which record instead of gathering."""
+    """Installs the hooks of `Schedule`, but they record instead of unsharding."""
     handles: list[Any] = []
     for name in units:
         if name:
             child = module.get_submodule(name)
-            before, after = _before(name, recorder), _after(name, recorder)
-            handles.append(child.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-            handles.append(child.register_forward_hook(after))
+            pre = _pre_forward_hook(name, recorder)
+            handles.append(child.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+            handles.append(child.register_forward_hook(_post_forward_hook(name, recorder)))
     for name, parameter in parameters_by_name(module).items():
         recorder.counter.ignore(parameter)
         if parameter.requires_grad:
-            hook = _on_gradient(name, recorder)
+            hook = _gradient_hook(name, recorder)
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
     for buffer in module.buffers():
         recorder.counter.ignore(buffer)
@@ -247,42 +247,42 @@ def _hooked(
             handle.remove()
 
 
-def _before(name: str, recorder: _TraceRecorder) -> Any:
+def _pre_forward_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = tree_leaves((args, kwargs))
-        inputs = [t for t in leaves if _wants_grad(t) and not t.is_leaf]
-        recorder.take(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
+        inputs = [t for t in leaves if _requires_grad(t) and not t.is_leaf]
+        recorder.record(Event.PRE_FORWARD, name, is_awaited=bool(inputs))
         if inputs:
-            register_multi_grad_hook(inputs, lambda _: recorder.take(Event.POST_BACKWARD, name))
+            register_multi_grad_hook(inputs, lambda _: recorder.record(Event.POST_BACKWARD, name))
 
     return hook
 
 
-def _after(name: str, recorder: _TraceRecorder) -> Any:
+def _post_forward_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(child: nn.Module, args: Any, output: Any) -> None:
-        recorder.take(Event.POST_FORWARD, name)
+        recorder.record(Event.POST_FORWARD, name)
         for leaf in tree_leaves(output):
-            if _wants_grad(leaf) and not leaf.is_leaf:
-                leaf.register_hook(lambda _: recorder.take(Event.PRE_BACKWARD, name))
+            if _requires_grad(leaf) and not leaf.is_leaf:
+                leaf.register_hook(lambda _: recorder.record(Event.PRE_BACKWARD, name))
 
     return hook
 
 
-def _on_gradient(name: str, recorder: _TraceRecorder) -> Any:
+def _gradient_hook(name: str, recorder: _TraceRecorder) -> Any:
     def hook(parameter: nn.Parameter) -> None:
-        recorder.take(Event.GRAD, name)
-        parameter.grad = None  # the engine takes it over
+        recorder.record(Event.GRAD, name)
+        parameter.grad = None  # the engine copies it to a bucket
         recorder.counter.high = recorder.counter.live
 
     return hook
 
 
-def _wants_grad(value: Any) -> bool:
+def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
 def trace_without_activations(plan: Plan) -> StepTrace:
-    """A step in the order of registration, without activations, for a module that cannot be run."""
+    """Trace in the order of registration, without activations, for a module that cannot run."""
     units = [unit for unit in plan.units if unit.name]
     moments = []
     for unit in units:
@@ -291,15 +291,15 @@ def trace_without_activations(plan: Plan) -> StepTrace:
     moments.append(TraceMoment(Event.BEGIN_BACKWARD))
     for unit in reversed(units):
         moments.append(TraceMoment(Event.PRE_BACKWARD, unit.name))
-        moments += _gradients_of(unit)
+        moments += _gradient_moments(unit)
         moments.append(TraceMoment(Event.POST_BACKWARD, unit.name))
     for unit in plan.units:
         if not unit.name:
-            moments += _gradients_of(unit)
+            moments += _gradient_moments(unit)
     return StepTrace((*moments, TraceMoment(Event.FINALIZE_BACKWARD)))
 
 
-def _gradients_of(unit: UnitPlan) -> list[TraceMoment]:
+def _gradient_moments(unit: UnitPlan) -> list[TraceMoment]:
     return [
         TraceMoment(Event.GRAD, slot.name)
         for bucket in reversed(unit.buckets)
@@ -308,17 +308,17 @@ def _gradients_of(unit: UnitPlan) -> list[TraceMoment]:
     ]
 
 
-_KEPT = 4  # first, two to compare, last
-_LEAST = 8  # below this the whole is run at once
+_NUM_RUN = 4  # first, two to compare, last
+_MIN_BLOCKS = 8  # with fewer, all blocks are run
 
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """Blocks that are alike.
+    """Equal blocks of one container.
 
     Attributes:
-        container: Qualified name.
-        children: Their names in it, in order.
+        container: Qualified name of the container.
+        children: Names of the blocks in the container, in order.
     """
 
     container: str
@@ -326,27 +326,28 @@ class RepeatedBlocks:
 
     def name(self, index: int) -> str:
         """Qualified name of a block."""
-        return (
-            f"{self.container}.{self.children[index]}" if self.container else self.children[index]
-        )
+        child = self.children[index]
+        return f"{self.container}.{child}" if self.container else child
 
 
 def find_repeated_blocks(module: nn.Module, units: Sequence[str]) -> RepeatedBlocks | None:
-    """The one container of units that are all alike, if it is deep."""
+    """First container with at least `_MIN_BLOCKS` units that are all equal; None: there is none."""
     known = set(units)
     for name, container in module.named_modules():
         children = dict(container.named_children())
         prefix = f"{name}." if name else ""
-        if len(children) < _LEAST or not all(f"{prefix}{child}" in known for child in children):
+        if len(children) < _MIN_BLOCKS or not all(
+            f"{prefix}{child}" in known for child in children
+        ):
             continue
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
-        if len({_likeness(child) for child in children.values()}) == 1:
+        if len({_signature(child) for child in children.values()}) == 1:
             return RepeatedBlocks(name, tuple(children))
     return None
 
 
-def _likeness(module: nn.Module) -> tuple[object, ...]:
+def _signature(module: nn.Module) -> tuple[object, ...]:
     parameters = [
         (n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()
     ]
@@ -356,83 +357,87 @@ def _likeness(module: nn.Module) -> tuple[object, ...]:
 def extrapolate_trace(
     module: nn.Module, repeats: RepeatedBlocks, run: Callable[[Sequence[str]], StepTrace]
 ) -> StepTrace | None:
-    """The trace of all blocks from a run of four; None where they are not alike in it.
+    """Extrapolates the trace of all blocks from a run of four; None: their moments differ.
 
     Args:
-        module: Has the blocks.
-        repeats: Which they are.
-        run: Traces the module as it is then, with the units and modules that are left; given the
-            names of those that are gone.
+        module: Module with the blocks.
+        repeats: The repeated blocks.
+        run: Function that traces the module without the blocks whose names it is given.
     """
     count = len(repeats.children)
-    gone = [repeats.name(index) for index in range(_KEPT, count)]
-    with _without(module.get_submodule(repeats.container), repeats.children[_KEPT:]):
+    gone = [repeats.name(index) for index in range(_NUM_RUN, count)]
+    with _without_children(module.get_submodule(repeats.container), repeats.children[_NUM_RUN:]):
         try:
             trace = run(gone)
         except ValueError:
             return None
-    turn = next(i for i, m in enumerate(trace.moments) if m.event is Event.BEGIN_BACKWARD)
-    forward, backward = trace.moments[:turn], trace.moments[turn:]
-    begins = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
-    returns = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
-    growth = _growth(forward, begins, repeats, 1)
-    if growth is None or _growth(backward, returns, repeats, -1) != -growth:
+    split = next(i for i, m in enumerate(trace.moments) if m.event is Event.BEGIN_BACKWARD)
+    forward, backward = trace.moments[:split], trace.moments[split:]
+    forward_starts = [_first(forward, Event.PRE_FORWARD, repeats.name(i)) for i in (1, 2, 3)]
+    backward_starts = [_first(backward, Event.PRE_BACKWARD, repeats.name(i)) for i in (2, 1, 0)]
+    growth = _growth(forward, forward_starts, repeats, 1)
+    if growth is None or _growth(backward, backward_starts, repeats, -1) != -growth:
         return None
-    more = count - _KEPT
-    moments = list(forward[: begins[2]])
+    more = count - _NUM_RUN
+    moments = list(forward[: forward_starts[2]])
     for shift in range(1, more + 1):
-        moments += _moved(forward[begins[1] : begins[2]], repeats, shift, growth)
-    moments += _moved(forward[begins[2] :], repeats, more, growth)
-    moments += _moved(backward[: returns[0]], repeats, more, growth)
+        moments += _shifted(forward[forward_starts[1] : forward_starts[2]], repeats, shift, growth)
+    moments += _shifted(forward[forward_starts[2] :], repeats, more, growth)
+    moments += _shifted(backward[: backward_starts[0]], repeats, more, growth)
     for shift in range(more, 0, -1):
-        moments += _moved(backward[returns[0] : returns[1]], repeats, shift, growth)
-    moments += backward[returns[0] :]
+        moments += _shifted(
+            backward[backward_starts[0] : backward_starts[1]], repeats, shift, growth
+        )
+    moments += backward[backward_starts[0] :]
     peak = max(moment.high_bytes for moment in moments)
     return StepTrace(tuple(moments), peak, trace.saved_bytes + more * growth)
 
 
 def _first(moments: Sequence[TraceMoment], event: Event, name: str) -> int:
-    """Index of the first such moment; the end where there is none."""
+    """Index of the first such moment; the number of moments if there is none."""
     found = (i for i, m in enumerate(moments) if m.event is event and m.name == name)
     return next(found, len(moments))
 
 
 def _growth(
-    moments: Sequence[TraceMoment], cuts: Sequence[int], repeats: RepeatedBlocks, shift: int
+    moments: Sequence[TraceMoment], starts: Sequence[int], repeats: RepeatedBlocks, shift: int
 ) -> int | None:
-    """Bytes by which two neighbouring blocks differ in all their moments; None: in more than that.
+    """Bytes by which the moments of two adjacent blocks differ; None: they differ in other ways.
 
     Args:
-        moments: Of one direction.
-        cuts: Where the two blocks begin, and the one after them.
-        repeats: Names them.
-        shift: From the index of the first to that of the second.
+        moments: Moments of forward, or of backward.
+        starts: Index of the first moment of the two blocks, and of the block after them.
+        repeats: The repeated blocks.
+        shift: Index of the second block less that of the first.
     """
-    start, middle, stop = cuts
+    start, middle, stop = starts
     if not start < middle < stop < len(moments):
         return None
     growth = moments[middle].live_bytes - moments[start].live_bytes
     if moments[stop].live_bytes - moments[middle].live_bytes != growth:
         return None
-    expected = _moved(moments[start:middle], repeats, shift, growth * shift)
-    return growth if _tails(expected) == _tails(moments[middle:stop]) else None
+    expected = _shifted(moments[start:middle], repeats, shift, growth * shift)
+    second = moments[middle:stop]
+    if _without_leading_peak(expected) != _without_leading_peak(second):
+        return None
+    return growth
 
 
-def _tails(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
-    """What was the most before a block began is of the block before it."""
+def _without_leading_peak(moments: Sequence[TraceMoment]) -> list[TraceMoment]:
+    """Moments of a block, without the peak before its first moment."""
     return [dataclasses.replace(moments[0], high_bytes=0), *moments[1:]]
 
 
-def _moved(
+def _shifted(
     moments: Sequence[TraceMoment], repeats: RepeatedBlocks, shift: int, growth: int
 ) -> list[TraceMoment]:
-    """The moments of blocks as those of the blocks `shift` places behind them.
+    """Moments of blocks, turned into those of the blocks with an index larger by `shift`.
 
     Args:
-        moments: Of blocks or of others, whose names stay.
-        repeats: Names them.
-        shift: Added to their indices.
-        growth: Bytes more for each place.
+        moments: Moments of blocks and of other modules; the latter keep their names.
+        repeats: The repeated blocks.
+        shift: Number added to the blocks' indices.
+        growth: Bytes of activations per block.
     """
     return [
         dataclasses.replace(
@@ -446,7 +451,7 @@ def _moved(
 
 
 def _renamed(name: str, repeats: RepeatedBlocks, shift: int) -> str:
-    for index in range(_KEPT):
+    for index in range(_NUM_RUN):
         old = repeats.name(index)
         if name == old or name.startswith(f"{old}."):
             return repeats.name(index + shift) + name[len(old) :]
@@ -454,13 +459,13 @@ def _renamed(name: str, repeats: RepeatedBlocks, shift: int) -> str:
 
 
 @contextmanager
-def _without(container: nn.Module, children: Sequence[str]) -> Iterator[None]:
-    """Takes children out of a container for a while."""
-    kept = dict(container._modules)
+def _without_children(container: nn.Module, children: Sequence[str]) -> Iterator[None]:
+    """Removes children from a container inside the block."""
+    saved = dict(container._modules)
     try:
         for name in children:
             del container._modules[name]
         yield
     finally:
         container._modules.clear()
-        container._modules.update(kept)
+        container._modules.update(saved)

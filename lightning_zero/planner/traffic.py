@@ -1,4 +1,4 @@
-"""Bytes that one rank moves in one step, between ranks and between tiers."""
+"""Bytes that one rank transfers in one step, between ranks and between tiers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Rates", "Traffic", "traffic_of"]
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second of one rank, if it has the link for itself.
+    """Bandwidths in bytes per second.
 
-    The defaults are assumptions: a 200 Gbit/s network card or 25 GB/s of NVLink for each rank, PCIe
-    3.0 x16, one NVMe disk and the memory of a server of two sockets for all ranks of a machine.
+    The defaults are assumptions. Each rank has a 200 Gbit/s network card or 25 GB/s of NVLink, and
+    PCIe 3.0 x16. The ranks of a node share one NVMe disk and the memory of a two-socket server.
 
     Attributes:
-        link: Between ranks, in each direction.
-        cpu_link: Between a device and CPU memory, in each direction.
-        nvme: Of a machine's disk, reading and writing together.
-        memory: Of a machine's CPU memory, for what is stepped on the CPU.
+        link: Bandwidth of one rank to other ranks, in each direction.
+        cpu_link: Bandwidth of one rank between device and CPU memory, in each direction.
+        nvme: Bandwidth of a node's disk, reads and writes together.
+        memory: Bandwidth of a node's CPU memory, for optimizer steps on the CPU.
     """
 
     link: float = 25e9
@@ -35,15 +35,15 @@ class Rates:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank in one optimizer step.
+    """Bytes that one rank transfers in one optimizer step.
 
     Attributes:
-        wire: Sent to other ranks; as much is received.
-        to_cpu: From the device to CPU memory.
-        from_cpu: From CPU memory to the device.
-        nvme_read: From files.
-        nvme_written: To files.
-        stepped: Read and written in CPU memory by the optimizer.
+        wire: Bytes sent to other ranks; the rank receives as many.
+        to_cpu: Bytes copied from the device to CPU memory.
+        from_cpu: Bytes copied from CPU memory to the device.
+        nvme_read: Bytes read from NVMe files.
+        nvme_written: Bytes written to NVMe files.
+        cpu_step: Bytes that optimizer steps on the CPU read and write in CPU memory.
     """
 
     wire: int = 0
@@ -51,15 +51,15 @@ class Traffic:
     from_cpu: int = 0
     nvme_read: int = 0
     nvme_written: int = 0
-    stepped: int = 0
+    cpu_step: int = 0
 
     def seconds(self, rates: Rates, ranks_per_node: int) -> dict[str, float]:
-        """How long each kind of transfer, and stepping on the CPU, takes at least, by itself."""
+        """Minimum seconds of each kind of transfer, and of optimizer steps on the CPU."""
         return {
             "wire": self.wire / rates.link,
             "cpu link": max(self.to_cpu, self.from_cpu) / rates.cpu_link,
             "nvme": (self.nvme_read + self.nvme_written) * ranks_per_node / rates.nvme,
-            "cpu step": self.stepped * ranks_per_node / rates.memory,
+            "cpu step": self.cpu_step * ranks_per_node / rates.memory,
         }
 
 
@@ -71,23 +71,26 @@ def traffic_of(
     num_micro_batches: int = 1,
     rank: int = 0,
 ) -> Traffic:
-    """Sums over the buckets of a plan.
+    """Traffic of all buckets of a plan.
 
     Args:
-        estimator: Of the plan.
-        num_all_gathers: By bucket, gathers before use in one micro-batch, as a replay counts them.
-        on_gloo: Gradients travel in the parameters' dtype; else in that of the sum.
-        num_micro_batches: In a step.
-        rank: Whose shards, where they differ.
+        estimator: Memory estimator of the plan.
+        num_all_gathers: Number of all-gathers before use in one micro-batch, by bucket, as in
+            `Peak`.
+        on_gloo: Whether gradients are sent in the dtype of the parameters (gloo) or in that of the
+            reduced gradient (NCCL).
+        num_micro_batches: Number of micro-batches in a step.
+        rank: Rank whose shards are counted, where ranks differ.
     """
     sums = [0] * 6
     for bucket in estimator.plan.buckets:
-        gathers = num_all_gathers.get(bucket.name, 0) * num_micro_batches
-        gathers += bucket.stage.all_gathers_after_step and bucket.is_trainable
+        all_gathers = num_all_gathers.get(bucket.name, 0) * num_micro_batches
+        if bucket.stage.all_gathers_after_step and bucket.is_trainable:
+            all_gathers += 1
         reductions = num_micro_batches if bucket.stage.reduces_every_backward else 1
         parts = (
-            _wire(estimator, bucket, rank, gathers, reductions, on_gloo),
-            *_tiers(estimator, bucket, rank, gathers, reductions),
+            _wire(estimator, bucket, rank, all_gathers, reductions, on_gloo),
+            *_tiers(estimator, bucket, rank, all_gathers, reductions),
         )
         sums = [total + part for total, part in zip(sums, parts, strict=True)]
     return Traffic(*sums)
@@ -97,56 +100,54 @@ def _wire(
     estimator: MemoryEstimator,
     bucket: BucketPlan,
     rank: int,
-    gathers: int,
+    all_gathers: int,
     reductions: int,
     on_gloo: bool,
 ) -> int:
-    """Sent to the others: this rank's shard in a gather, theirs of its gradients in a reduction."""
-    mean = estimator.plan.grad_dtype(bucket).itemsize
+    """Bytes sent to other ranks: own shards in all-gathers, gradients of theirs in reductions."""
+    grad_itemsize = estimator.plan.grad_dtype(bucket).itemsize
     is_wide = not on_gloo or (estimator.accumulates and not bucket.stage.has_shard(State.GRAD))
     if not bucket.stage.has_shard(State.OPTIM):
-        gradients = 2 * mean  # an all-reduce is a reduce-scatter and a gather
+        itemsize = 2 * grad_itemsize  # an all-reduce is a reduce-scatter and an all-gather
     else:
-        gradients = mean if is_wide else bucket.dtype.itemsize
+        itemsize = grad_itemsize if is_wide else bucket.dtype.itemsize
     own = len(bucket.layout.shard(rank))
-    gathered = (bucket.layout.world_size - 1) * own * gathers * bucket.dtype.itemsize
-    reduced = (bucket.layout.numel - own) * reductions * gradients * bucket.is_trainable
-    return gathered + reduced
+    nbytes = (bucket.layout.world_size - 1) * own * all_gathers * bucket.dtype.itemsize
+    if bucket.is_trainable:
+        nbytes += (bucket.layout.numel - own) * reductions * itemsize
+    return nbytes
 
 
 def _tiers(
-    estimator: MemoryEstimator, bucket: BucketPlan, rank: int, gathers: int, reductions: int
+    estimator: MemoryEstimator, bucket: BucketPlan, rank: int, all_gathers: int, reductions: int
 ) -> tuple[int, int, int, int, int]:
-    """To and from CPU memory, read from and written to files, stepped on the CPU."""
-    numel, tiers, has_device_memory = (
-        len(bucket.layout.shard(rank)),
-        bucket.tiers,
-        estimator.has_device_memory,
-    )
+    """Bytes copied to and from CPU memory, read and written on NVMe, and accessed by CPU steps."""
+    numel, tiers = len(bucket.layout.shard(rank)), bucket.tiers
+    has_device_memory = estimator.has_device_memory
     param = numel * bucket.dtype.itemsize
-    mean = numel * estimator.plan.grad_dtype(bucket).itemsize
-    to_cpu = from_cpu = read = written = stepped = 0
+    grad = numel * estimator.plan.grad_dtype(bucket).itemsize
+    to_cpu = from_cpu = read = written = cpu_step = 0
     if bucket.stage.has_shard(State.PARAM):
-        from_cpu += (
-            gathers
-            * param
-            * tiers.param.is_offloaded(has_device_memory=has_device_memory)
-            * has_device_memory
-        )
+        if has_device_memory and tiers.param is not Tier.DEVICE:
+            from_cpu += all_gathers * param
         if tiers.param is Tier.NVME:
-            read += gathers * padded_bytes(numel, bucket.dtype)
+            read += all_gathers * padded_bytes(numel, bucket.dtype)
     if not bucket.is_trainable:
-        return to_cpu, from_cpu, read, written, stepped
+        return to_cpu, from_cpu, read, written, cpu_step
     for is_read, is_written, nbytes in estimator.stepped_files(bucket, rank):
-        read += nbytes * is_read
-        written += nbytes * is_written
+        if is_read:
+            read += nbytes
+        if is_written:
+            written += nbytes
     if tiers.grad is Tier.NVME:
         nbytes = padded_bytes(numel, estimator.plan.grad_dtype(bucket))
         written += reductions * nbytes
         read += (reductions - 1) * nbytes
     if tiers.optim is not Tier.DEVICE:
-        to_cpu += reductions * mean * has_device_memory
-        from_cpu += param * (tiers.param is Tier.DEVICE) * has_device_memory
+        if has_device_memory:
+            to_cpu += reductions * grad
+            if tiers.param is Tier.DEVICE:
+                from_cpu += param
         states = estimator.states.of(estimator.parameter(bucket, 0), bucket.master_dtype)
-        stepped += mean + 2 * numel * (bucket.master_dtype.itemsize + states.element_bytes)
-    return to_cpu, from_cpu, read, written, stepped
+        cpu_step += grad + 2 * numel * (bucket.master_dtype.itemsize + states.element_bytes)
+    return to_cpu, from_cpu, read, written, cpu_step

@@ -1,4 +1,4 @@
-"""`torch.equal` of parameters that rest as shards."""
+"""`torch.equal` of sharded parameters."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.distributed.ranks import run_ranks
 
 @torch.no_grad()
 def _go_on(rank, module):
-    """Rank 0 compares, the other goes on to its next forward."""
+    """Rank 0 compares; the other rank continues with its next forward."""
     if rank == 0:
         torch.equal(module[0].weight, module[1].weight)
     else:

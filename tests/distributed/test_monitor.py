@@ -1,4 +1,4 @@
-"""What ZeroMonitor logs, writes and prints of real fits."""
+"""Logs, files and output of ZeroMonitor in real fits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEEDS = ("samples_per_s", "tokens_per_s", "tflops_per_device")
 
 
 class SlowModule(GPTModule):
-    """Rank 1 is late with every batch, and evaluation takes its time."""
+    """Rank 1 is late in every batch, and evaluation is slow."""
 
     def training_step(self, batch, batch_idx):
         time.sleep(SLEEP_S * self.global_rank)
@@ -57,7 +57,7 @@ class FailingModule(MLPModule):
 
 
 class Watcher(Callback):
-    """Keeps what the engine knows."""
+    """Keeps the measurements of the engine."""
 
     def on_train_start(self, trainer, pl_module):
         self.written_before = trainer.strategy.memory_report().nvme_written_bytes
@@ -69,7 +69,7 @@ class Watcher(Callback):
 
 
 def watch(name, spec, module, monitor, logger=True, extra=(), **options):
-    """Fits; what was printed, logged by row, and kept."""
+    """Runs a fit; returns its output, logged rows, and measurements."""
     watcher = Watcher()
     trainer = make_trainer(
         spec,
@@ -91,7 +91,7 @@ def watch(name, spec, module, monitor, logger=True, extra=(), **options):
 
 
 def rows(name):
-    """Of the CSV file, those of the monitor: numbers by key."""
+    """Rows of the CSV file with metrics of the monitor: numbers by key."""
     path = Path(name, "metrics.csv")
     if not path.exists():
         return []
@@ -128,7 +128,7 @@ def tracing():
 
 
 def stepping_beside():
-    """What is stepped and written beside the next forward; with a checkpoint in between."""
+    """Steps and writes during the next forward, with a checkpoint in between."""
     Path("nvme").mkdir(exist_ok=True)
     nvme = {"device": "nvme", "nvme_path": str(Path("nvme").absolute()), "max_in_cpu_bytes": 0}
     spec = settings(2, offload_optimizer=nvme, overlap_step=True)
@@ -145,7 +145,7 @@ def as_the_trainer_logs():
 
 
 def unwritable():
-    """No file can have such a name: neither the recording nor the report is written."""
+    """An invalid file name: neither the recording nor the report can be written."""
     monitor = ZeroMonitor(every_n_steps=0, trace_steps=[1], dirpath="a\0b")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -179,7 +179,7 @@ def _watched():
 
 @pytest.fixture
 def watched():
-    """By case, what rank 0 saw."""
+    """Measurements of rank 0, by case."""
     return _watched()[0]
 
 
@@ -200,7 +200,7 @@ def test_a_late_rank_is_the_straggler_and_every_step_has_the_same_keys(watched, 
 def test_every_step_has_the_speed_of_all_ranks_since_the_one_before(watched, stage):
     module = GPTModule(ranks=RANKS)
     of_token = flops_per_token(module)
-    assert of_token > 6 * 3 * 12 * 32**2  # blocks and output layer, and no embedding
+    assert of_token > 6 * 3 * 12 * 32**2  # blocks and output layer, without embedding
     for row in watched[f"stage {stage}"]["rows"]:
         samples, tokens, tflops = (row[f"zero/throughput/{name}"] for name in SPEEDS)
         assert tokens == pytest.approx(9 * samples)
@@ -250,10 +250,10 @@ def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
 def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(watched):
     steps = watched["beside"]["rows"]
     assert [row["step"] for row in steps] == list(range(8))
-    assert not any("grad_norm" in key for key in steps[0])  # for all gradients rest in files
-    told = sum(row["zero/tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
+    assert not any("grad_norm" in key for key in steps[0])  # all gradients are on NVMe
+    logged_gib = sum(row["zero/tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
     written = sum(rank["beside"]["written_bytes"] for rank in _watched())
-    assert told == pytest.approx(written)
+    assert logged_gib == pytest.approx(written)
     assert any(row["zero/time/optimizer_exposed_s/mean"] > 0 for row in steps)
     assert " optimizer " in watched["beside"]["printed"].replace("\n", " ")
     gathered = [row["zero/comm/all_gather_gib/mean"] for row in steps]
@@ -272,7 +272,7 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
     files = [name for name in case["files"] if "recordings" in name]
     assert files == [f"zero/recordings/step_2_rank_{rank}.json" for rank in range(RANKS)]
     assert {"zero/trace_step_2.json", "zero/trace_step_2.png"} <= set(case["files"])
-    assert "trace_steps that did not come: 50" in case["printed"]
+    assert "trace_steps that were not reached: 50" in case["printed"]
     first, second = case["recordings"]
     assert (first.rank, second.rank) == (0, 1)
     steps = list(first.of(Kind.STEP))
@@ -281,8 +281,8 @@ def test_a_traced_step_is_written_for_every_rank_without_a_logger(watched):
 
 
 def test_a_file_that_cannot_be_written_neither_stops_training_nor_hangs_a_rank(watched):
-    said = [text for text in watched["unwritable"]["warnings"] if "not written" in text]
-    assert said == [
+    warned = [text for text in watched["unwritable"]["warnings"] if "not written" in text]
+    assert warned == [
         "the recording was not written: ValueError: embedded null byte",
         "the report was not written: ValueError: embedded null byte",
     ]
@@ -303,7 +303,7 @@ def test_the_trainer_sets_the_interval_and_the_report_can_be_disabled(watched):
 def _alone(rank, world_size):
     module = MLPModule(num_batches=3)
     spec = settings(2, offload_optimizer="cpu")
-    return watch("alone", spec, module, ZeroMonitor(every_n_steps=1, dirpath="elsewhere"))
+    return watch("alone", spec, module, ZeroMonitor(every_n_steps=1, dirpath="other"))
 
 
 def test_one_rank_has_plain_keys_and_its_own_directory():
@@ -312,11 +312,11 @@ def test_one_rank_has_plain_keys_and_its_own_directory():
     assert last["zero/memory/cpu_optim_gib"] > 0
     assert last["zero/time/step_s"] > 0
     assert not any("/max" in key or "straggler" in key or "comm" in key for key in last)
-    assert "elsewhere/zero/report.json" in case["printed"]
+    assert "other/zero/report.json" in case["printed"]
 
 
 class LeavingCallback(Callback):
-    """Fails on rank 1 right before the ranks would gather their numbers."""
+    """Fails on rank 1 right before the metrics are gathered."""
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_rank == 1 and batch_idx == 1:

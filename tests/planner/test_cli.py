@@ -1,4 +1,4 @@
-"""`lightning-zero plan`, as a user types it."""
+"""`lightning-zero plan`, as a user runs it."""
 
 import json
 import os
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 GIB = 1024**3
 SMALL = ["--model", "tiny", "--context", "32", "--ranks", "2"]
 LLAMA = ["--model", "llama2_70b", "--ranks", "8", "--host-memory", "512GiB", "--disk", "2TB"]
-# Classes that a user would name, as seen from the root of the repository.
+# Classes for --module, importable from the root of the repository.
 VIT, GPT_CLASS = "tests.planned:ViT", "tests.planned:a_llama"
 
 
@@ -73,11 +73,13 @@ def test_it_fits_with_everything_on_nvme_and_the_plan_has_the_bytes(llama):
 
 
 def test_what_a_rank_sends_is_two_and_three_times_the_parameters(llama):
-    whole = 4 * 68.98e9 * 7 / 8
+    numel_bytes = 4 * 68.98e9 * 7 / 8
     for zero in ("off", "stage1", "stage2"):
-        assert choice(llama, zero)["step_bytes"]["wire"] == pytest.approx(2 * whole, rel=0.001)
-    # The root and the last block stay whole from forward to backward.
-    assert choice(llama, "stage3")["step_bytes"]["wire"] == pytest.approx(3 * whole, rel=0.02)
+        assert choice(llama, zero)["step_bytes"]["wire"] == pytest.approx(
+            2 * numel_bytes, rel=0.001
+        )
+    # The root and the last block stay unsharded from forward to backward.
+    assert choice(llama, "stage3")["step_bytes"]["wire"] == pytest.approx(3 * numel_bytes, rel=0.02)
 
 
 def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
@@ -93,11 +95,11 @@ def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
 def test_stepping_on_the_cpu_takes_the_time_that_its_memory_needs(capsys):
     slow = ["--memory-gb-per-s", "0.001"]
     one = choice(plan(capsys, *SMALL, *slow), "stage2", "cpu_optimizer")
-    seconds = 2 * one["step_bytes"]["stepped"] / 1e6  # of 2 ranks, on one memory
+    seconds = 2 * one["step_bytes"]["cpu_step"] / 1e6  # of 2 ranks, on one memory
     assert one["transfer_seconds"][0] == pytest.approx(seconds)
     assert main(["plan", *SMALL, *slow]) == 0
     legend = " ".join(capsys.readouterr().out.split())
-    assert "3 of disks and 0.001 of CPU memory for these steps (--rates)" in legend
+    assert "3 GB/s of disk and 0.001 GB/s of CPU memory (set by --rates)" in legend
 
 
 def test_checkpointing_lowers_activations_only(capsys):
@@ -208,9 +210,9 @@ def test_a_model_is_a_config_of_hugging_face_or_a_folder_that_holds_it(capsys, t
     [
         ("{", "config.json: Expecting property name"),
         ("[]", "config.json: expected an object, got []"),
-        ({"model_type": "bert"}, "one of llama, mistral, phi3, granite, qwen2, qwen3, whose"),
+        ({"model_type": "bert"}, "one of llama, mistral, phi3, granite, qwen2, qwen3, got"),
         ({"model_type": None}, "got None; use --module with a class or function that builds"),
-        ({"vocab_size": None}, "vocab_size must be a whole number of at least 1, got None"),
+        ({"vocab_size": None}, "vocab_size must be an integer of at least 1, got None"),
         ({"vocab_size": 10**30}, "vocab_size must be at most 10000000, got 1000"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
         ({"num_key_value_heads": 3}, "num_key_value_heads must divide 4 heads, got 3"),
@@ -238,7 +240,7 @@ def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inp
 
 
 def test_a_configuration_is_planned_with_its_overrides():
-    """In a process of its own, where nothing else has told Hydra of what the files refer to."""
+    """In a new process, in which no other code has registered the schemas with Hydra."""
     arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16", "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "lightning_zero.cli", "plan", *arguments, "precision=fp32"],
@@ -266,9 +268,9 @@ def test_the_text_has_a_table_and_a_verdict(capsys):
     assert len([line for line in text.splitlines() if line.endswith(" yes")]) == 13
     assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
     assert "ZeroStrategy(stage=" in text.splitlines()[-1]
-    assert "for want of --host-memory, --disk" in text
-    assert "give --device-memory less by as much" in text
-    assert text.splitlines()[2].startswith("MiB")  # of which there are some in each column
+    assert "--host-memory, --disk not given: assumed unlimited." in text
+    assert "subtract them from --device-memory" in " ".join(text.split())
+    assert text.splitlines()[2].startswith("MiB")
 
 
 def test_a_row_names_the_memory_that_is_too_small(capsys):
@@ -277,7 +279,7 @@ def test_a_row_names_the_memory_that_is_too_small(capsys):
     text = capsys.readouterr().out
     assert "no: device memory" in text
     assert "no: host memory" in text
-    assert "Ranks own whole tensors and differ: the numbers are of the one with most." in text
+    assert "Ranks own full tensors and differ: the numbers are those of the rank with most." in text
 
 
 def test_min_and_max_over_ranks_are_in_the_plan(capsys):
@@ -287,14 +289,14 @@ def test_min_and_max_over_ranks_are_in_the_plan(capsys):
     assert least < most == rest(one, "device")
     assert one["average_bytes"] > 0
     even = choice(plan(capsys, *SMALL, "--optimizer", "muon"), "stage2")
-    even = even["min_and_max_bytes_of_ranks"]["device"]  # the matrices of a block even out
+    even = even["min_and_max_bytes_of_ranks"]["device"]  # the matrices of a block are balanced
     assert even[0] == even[1]
 
 
 def test_the_status_is_1_where_nothing_fits_and_the_missing_bytes_are_printed(capsys):
     assert main(["plan", *SMALL, "--device-memory", "1MiB", "--host-memory", "1MiB"]) == 1
     text = capsys.readouterr().out
-    assert "nothing fits; nearest" in text
+    assert "nothing fits; closest" in text
     assert "of device memory" in text
 
 
@@ -319,8 +321,8 @@ def test_a_plot_marks_the_cheapest_choice_and_draws_equal_bars_once(capsys, tmp_
     (winner,) = [n for n in axes.get_yticklabels() if n.get_fontweight() == "bold"]
     assert f"cheapest that fits: {winner.get_text()} with activation checkpointing" in text
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert {"activations, checkpointed", "the cheapest that fits"} <= set(labels)
-    assert axes.get_xlabel().startswith("MiB on the device of one rank")
+    assert {"activations, checkpointed", "cheapest that fits"} <= set(labels)
+    assert axes.get_xlabel().startswith("peak MiB per device")
     names = [label.get_text() for label in axes.get_yticklabels()]
     widths = zip(*([bar.get_width() for bar in bars] for bars in axes.containers), strict=True)
     stages = [names[round(bar.get_y())].split(",")[0] for bar in axes.containers[0]]
@@ -336,7 +338,7 @@ def test_a_plot_without_matplotlib_is_an_error_that_names_the_package(capsys, mo
 
 def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
     def refuse(*args, **kwargs):
-        raise AssertionError("a planner must not")
+        raise AssertionError("the planner must not use a device or a process group")
 
     monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
     monkeypatch.setattr(torch.cuda, "init", refuse)
@@ -346,41 +348,50 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "llama9", "--ranks", "2"], "no model 'llama9'; there are llama2_7b, "),
+        (["--model", "llama9", "--ranks", "2"], "--model must be one of llama2_7b, "),
         ([*SMALL, "--devices", "2"], "unrecognized arguments: --devices"),
         ([*SMALL, "--device-memory", "24"], "24 has no unit; write 24GiB or 24GB"),
         ([*SMALL, "--disk", "much"], "got 'much'"),
         ([*SMALL, "--io-gb-per-s", "-1"], "expected GB per second such as 25, got '-1'"),
-        (["--model", "tiny"], "say for how many ranks"),
+        (["--model", "tiny"], "expected the number of ranks"),
         (["--model", "tiny", "--ranks", "0"], "at least 1, got '0'"),
-        (["--model", "tiny", "--ranks", "9"], "are not on machines of 8 each"),
-        ([*SMALL, "--optimizer", "adamwww"], "there is no optimizer 'adamwww'; torch has"),
+        (["--model", "tiny", "--ranks", "9"], "--ranks-per-node must divide 9 ranks, got 8"),
+        ([*SMALL, "--optimizer", "adamwww"], "got 'adamwww'"),
         ([*SMALL, "zero=stage3"], "'zero=stage3' is an override of a Hydra configuration"),
-        (["--module", "tests.planned", "--ranks", "2"], "as in my.code:Model, got 'tests.planned'"),
+        (
+            ["--module", "tests.planned", "--ranks", "2"],
+            "such as my.code:Model, got 'tests.planned'",
+        ),
         (["--module", "no.such:A", "--ranks", "2"], "module no.such cannot be imported"),
-        (["--module", "tests.planned:A", "--ranks", "2"], "has no class A; it has ViT, ConvNet, "),
+        (["--module", "tests.planned:A", "--ranks", "2"], "has no class A; it has: ViT, ConvNet, "),
         (
             ["--module", VIT, "--arg", "wide=3", "--ranks", "2"],
             "unexpected keyword argument 'wide'",
         ),
-        (["--module", VIT, "--input", "4,3", "--ranks", "2"], "expected an input as 8x3x224x224"),
+        (
+            ["--module", VIT, "--input", "4,3", "--ranks", "2"],
+            "--input must be a shape such as 8x3x224x224",
+        ),
         (["--config-name", "nothing", "--ranks", "2"], "nothing"),
         (["--config-name", "config", "zero=stage9"], "stage9"),
         (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
         ([*SMALL, "--device-memory", "0GiB"], "expected at least one byte, got '0GiB'"),
         ([*SMALL, "--device-memory", "24GX"], "expected a size such as 24GiB"),
-        ([*SMALL, "--batch", "0"], "expected a whole number of at least 1, got '0'"),
-        ([*SMALL, "--ranks-per-node", "3"], "are not on machines of 3 each"),
+        ([*SMALL, "--batch", "0"], "expected an integer of at least 1, got '0'"),
+        ([*SMALL, "--ranks-per-node", "3"], "--ranks-per-node must divide 2 ranks, got 3"),
         ([*SMALL, "--precision", "fp8"], "invalid choice: 'fp8'"),
         ([*SMALL, "--average", "gpu"], "invalid choice: 'gpu'"),
-        ([*SMALL, "--optimizer", "lbfgs"], "LBFGS cannot step a tensor by itself"),
+        ([*SMALL, "--optimizer", "lbfgs"], "states of LBFGS are unknown"),
         ([*SMALL, "--plot", "plan.docx"], "--plot plan.docx must end in one of"),
-        ([*SMALL, "--plot", "no/such/folder/plan.png"], "there is no folder no/such/folder"),
+        ([*SMALL, "--plot", "no/such/folder/plan.png"], "directory no/such/folder does not exist"),
         (
             ["--module", VIT, "--optimizer", "muon", "--arg", "width=0", "--ranks", "2"],
             "cannot be built",
         ),
-        (["--module", "tests.planned:choices", "--ranks", "2"], "choices is a list, expected a"),
+        (
+            ["--module", "tests.planned:choices", "--ranks", "2"],
+            "expected choices to be a torch.nn.Module, got list",
+        ),
         (["--module", "tests.planned:ROOT", "--ranks", "2"], "has no class ROOT"),
         (["--module", "torch.nn:Identity", "--ranks", "2"], "has no parameters"),
         (
@@ -388,12 +399,12 @@ def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
             "--arg must be NAME=VALUE, got 'width'",
         ),
         (["--module", VIT, "--input", "4x3:int9", "--ranks", "2"], "got '4x3:int9'"),
-        (["--config-name", "config", "--config-dir", "no/such"], "no/such is no folder"),
+        (["--config-name", "config", "--config-dir", "no/such"], "no/such is not a directory"),
         (["--config-name", "config", "model=gpt_9"], "gpt_9"),
         (["--config-name", "config", "model.width=wide"], "model cannot be built"),
         (
             ["--config-name", "config", "model._target_=nowhere.Model"],
-            "is installed?); put the folder of its code on PYTHONPATH.",
+            "is installed?); add the directory of its code to PYTHONPATH.",
         ),
     ],
 )
@@ -412,4 +423,4 @@ def test_inputs_of_a_wrong_shape_leave_activations_out_with_a_note(capsys):
         "activations are not counted: one step of ViT cannot be traced" in capsys.readouterr().out
     )
     assert main(["plan", "--module", GPT_CLASS, "--ranks", "2"]) == 0
-    assert "give the shapes of inputs by --input" in capsys.readouterr().out
+    assert "pass the shapes of the inputs with --input" in capsys.readouterr().out

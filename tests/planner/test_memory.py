@@ -1,4 +1,4 @@
-"""The bytes that the planner counts are those that an engine counts, on every rank."""
+"""The planner counts the same bytes as an engine, on every rank."""
 
 import dataclasses
 from functools import partial
@@ -36,7 +36,7 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
     """The arguments of `estimate`."""
     with torch.device("meta"):
         module = MODELS[name].build()
-    # A fused optimizer refuses meta tensors; its states are those of the others.
+    # A fused optimizer refuses meta tensors; its states are those of the unfused one.
     optimizers = OPTIMIZERS[optimizer.removeprefix("fused ")](module)
     job = Job(
         module,
@@ -48,7 +48,7 @@ def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
 
 
 def _count(rank, world_size, cases, num_micro_batches):
-    """By case: what the engine counts after two steps."""
+    """Bytes that the engine counts after two steps, by case."""
     Path("swap").mkdir(exist_ok=True)
     found = []
     for name, config, optimizer in cases:
@@ -60,13 +60,13 @@ def _count(rank, world_size, cases, num_micro_batches):
 
 
 def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
-    """Compares both on every rank.
+    """Compares planner and engine on every rank.
 
     Args:
-        cases: Model and config, and the optimizer where it is another.
+        cases: Model and config, and optionally the optimizer.
         world_size: Number of ranks.
-        optimizer: Of cases that name none.
-        num_micro_batches: In a step.
+        optimizer: Optimizer of cases without one.
+        num_micro_batches: Number of micro-batches in a step.
     """
     cases = [(*case, optimizer)[:3] for case in cases]
     counted = run_ranks(world_size, _count, cases, num_micro_batches, timeout_s=900)
@@ -84,7 +84,7 @@ def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
 
 
 def test_every_model_stage_and_offload_is_counted_to_the_byte():
-    """Some for each model here, all of them in the slow test below."""
+    """Some choices for each model; the slow test below has all of them."""
     everything = choices()
     cases = [
         (name, config) for number, name in enumerate(MODELS) for config in everything[number::6]
@@ -110,13 +110,13 @@ def test_precisions_optimizers_and_micro_batches_are_counted_to_the_byte():
     check([(*case, optimizer) for case in cases for optimizer in elementwise], 1)
 
 
-OF_WHOLE_TENSORS = ("adafactor", "lamb", "rows", "muon and adamw")
+FULL_TENSOR_OPTIMIZERS = ("adafactor", "lamb", "rows", "muon and adamw")
 
 
-def cases_of_whole_tensors(configs):
+def full_tensor_cases(configs):
     return [
         (name, config, optimizer)
-        for optimizer in OF_WHOLE_TENSORS
+        for optimizer in FULL_TENSOR_OPTIMIZERS
         for name in MODELS
         for config in configs
         if optimizer != "muon and adamw" or name in ("gpt", "llama", "tied")
@@ -124,8 +124,8 @@ def cases_of_whole_tensors(configs):
 
 
 def test_ranks_that_own_full_tensors_are_counted_each_to_the_byte():
-    """Every optimizer and every stage and offload here, with all models in the slow test below."""
-    check(cases_of_whole_tensors(choices())[::19], 3)
+    """Every optimizer, stage and offload; the slow test below has all models."""
+    check(full_tensor_cases(choices())[::19], 3)
 
 
 @pytest.mark.slow
@@ -133,14 +133,14 @@ def test_ranks_that_own_full_tensors_are_counted_each_to_the_byte():
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_of_every_model_that_own_full_tensors_are_counted(world_size, precision):
-    """Every fifth, another one for each precision and number of ranks."""
+    """Every fifth case, a different one for each precision and number of ranks."""
     configs = [config.replace(**PRECISIONS[precision]) for config in choices()]
     first = world_size // 2 + list(PRECISIONS).index(precision)
-    check(cases_of_whole_tensors(configs)[first::5], world_size)
+    check(full_tensor_cases(configs)[first::5], world_size)
 
 
 def test_the_node_with_most_bytes_is_counted_where_ranks_differ():
-    """Three ranks share one set of shards, on machines of two: 0 and 1, 2 and 0, 1 and 2."""
+    """A shard group has three ranks, a node two: nodes have ranks 0 and 1, 2 and 0, 1 and 2."""
     with torch.device("meta"):
         module = MODELS["gpt"].build()
     optimizers = OPTIMIZERS["lamb"](module)
@@ -162,7 +162,7 @@ def test_states_of_an_optimizer_with_several_groups_are_those_of_each_group():
 
 
 def _count_averaged(rank, world_size, cases):
-    """By case: the report with two averages, and the bytes that they have added to it."""
+    """The report with two averages, and the bytes that they add to it, by case."""
     Path("swap").mkdir(exist_ok=True)
     found = []
     for name, config in cases:
@@ -172,8 +172,8 @@ def _count_averaged(rank, world_size, cases):
         report = trained.engine.memory_report()
         tiers = {tier: dict(states) for tier, states in report.tiers.items()}
         added = report.total_bytes - before.total_bytes
-        whole = report.data_parallel_bytes - before.data_parallel_bytes
-        found.append((tiers, report.average_bytes, added, whole))
+        data_parallel = report.data_parallel_bytes - before.data_parallel_bytes
+        found.append((tiers, report.average_bytes, added, data_parallel))
         for shadow in shadows:
             shadow.unwrap(torch.device("cpu"))
         assert trained.engine.memory_report().tiers == before.tiers
@@ -186,24 +186,28 @@ def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
     cases = [("gpt", config) for config in everything[::4]]
     cases += [("lora", everything[8].replace(param_dtype="bf16")), ("conv", everything[-1])]
     for rank, counted in enumerate(run_ranks(2, _count_averaged, cases)):
-        for (name, config), (tiers, nbytes, added, whole) in zip(cases, counted, strict=True):
+        for (name, config), (tiers, nbytes, added, data_parallel) in zip(
+            cases, counted, strict=True
+        ):
             choice, job, machine = planned(name, config)
             job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
             memory = make_memory_estimator(choice, job, machine).rank_memory(rank)
             assert {t.value: dict(s) for t, s in memory.tiers.items()} == tiers, (name, config)
             assert memory.average_bytes == nbytes == added
-            assert whole == 2 * 4 * sum(parameter.numel() for parameter in job.module.parameters())
+            assert data_parallel == 2 * 4 * sum(
+                parameter.numel() for parameter in job.module.parameters()
+            )
 
 
 def _count_files(rank, world_size, cases):
-    """By case: bytes read from and written to files in the fourth step."""
+    """Bytes read from and written to files in the fourth step, by case."""
     Path("swap").mkdir(exist_ok=True)
     found = []
     for name, config in cases:
         totals = []
         for num_steps in (3, 4):
             trained = train(name, config, num_steps=num_steps)
-            trained.engine.storage.pipeline.drain()  # else writes are still under way
+            trained.engine.storage.pipeline.drain()  # waits for pending writes
             report = trained.engine.memory_report()
             totals.append((report.nvme_read_bytes, report.nvme_written_bytes))
             trained.engine.close()
@@ -232,7 +236,7 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
 
 def test_unknown_optimizers_are_refused_with_a_list_of_known_ones():
     named = dict(torch.nn.Linear(2, 2).named_parameters())
-    with pytest.raises(ValueError, match=r"no optimizer 'adamwww'; torch has .*adamw.*sgd"):
+    with pytest.raises(ValueError, match=r"one of .*adamw.*sgd.*got 'adamwww'"):
         make_optimizers("adamwww", named)
     with pytest.raises(ValueError, match="Muon steps the matrices of repeated blocks"):
         make_optimizers("muon", named)

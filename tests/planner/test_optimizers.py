@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, by the number of its dimensions."""
+"""States of an optimizer for a parameter, by the number of its dims."""
 
 import torch
 from torch import nn

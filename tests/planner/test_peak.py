@@ -1,4 +1,4 @@
-"""The peak that the planner foretells is the one that is measured by walking live storages."""
+"""The peak of the planner agrees with the measured bytes of live storages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _measure(rank, world_size, cases):
 
 
 def _peak(name, stage, offload):
-    """Bytes above those before the model was built, at the most of the third step."""
+    """Peak bytes of the third step, above those before the model was built."""
     batch = MODELS[name].batch()
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Activations of a step on fake tensors, against those of the same step on real ones."""
+"""Activations of a step on fake tensors, compared with those of the same step on real ones."""
 
 from functools import partial
 
@@ -52,7 +52,7 @@ def test_saved_bytes_are_those_that_autograd_saves(name):
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = loss_of(module, batch)
     kept = sum(size for key, (_, size) in saved.items() if key not in own | given)
-    # Beside it the loss itself, and the few numbers that nobody needs any more.
+    # More by the loss itself, and by a few numbers that are not needed any more.
     found = trace(module, partial(loss_of, batch=batch)).saved_bytes
     assert kept <= found <= 1.05 * kept + 2048
     assert loss.requires_grad
@@ -111,7 +111,7 @@ def test_blocks_that_differ_are_all_run():
     assert find_repeated_blocks(module, units_of(module)) is None
 
     class Growing(Decoder):
-        """Keeps more and more."""
+        """Every call saves more activations than the one before."""
 
         def forward(self, ids):
             x, kept = self.tokens(ids), []

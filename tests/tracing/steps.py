@@ -1,4 +1,4 @@
-"""Recordings of a step of stage 3 as the schedule would have it, with times of its own."""
+"""Synthetic recordings of a stage 3 step, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ NBYTES = 4 * 2**20
 
 
 class Clock:
-    """Writes down spans; computation waits for what has not ended."""
+    """Records spans; compute waits for transfers that have not ended."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -21,7 +21,7 @@ class Clock:
         self.now += seconds
 
     def send(self, kind: Kind, name: str, seconds: float) -> Span:
-        """Behind whatever is on the link, as far as its end; in flight from now on."""
+        """Starts a transfer after the last one on the link; it is in flight from now on."""
         self.link_is_free = max(self.link_is_free, self.now) + seconds
         self.spans.append(Span(kind, name, self.now, self.link_is_free, NBYTES))
         return self.spans[-1]
@@ -41,7 +41,7 @@ def made_step(
     slowness: float = 1.0,
     window_s: float | None = None,
 ) -> Recording:
-    """One micro-batch and the step; `slowness` is of the computation alone."""
+    """One micro-batch and the step; `slowness` scales compute only."""
     clock, compute_s = Clock(), COMPUTE_S * slowness
     names = [f"model.layers.{i}" for i in range(num_units)]
     for kind, order in ((Kind.FORWARD, names), (Kind.BACKWARD, names[::-1])):
@@ -74,7 +74,7 @@ def made_step(
 
 
 def made_ranks(world_size: int = 2, **settings) -> list[Recording]:
-    """Every rank slower than the one before; all end together, for they wait for the slowest."""
+    """Each rank is slower than the one before; all end together, waiting for the slowest."""
     last = made_step(slowness=1 + 0.1 * (world_size - 1), **settings)
     norm = next(span for span in last.spans if span.kind is Kind.AGREE)
     return [

@@ -1,4 +1,4 @@
-"""The trace is what Perfetto and chrome://tracing read."""
+"""Traces in the format of Perfetto and chrome://tracing."""
 
 import json
 from collections import defaultdict
@@ -37,7 +37,7 @@ def test_ranks_are_processes_and_lanes_are_threads():
     threads = named(trace, "thread_name")
     of_rank_0 = [name for (pid, _), name in threads.items() if pid == 0]
     assert of_rank_0[:3] == ["window", "compute", "step"]
-    assert {"gather", "reduce", "agree", "waits"} <= set(of_rank_0)
+    assert {"all_gather", "reduce", "agree", "waits"} <= set(of_rank_0)
     assert {(event["pid"], event["tid"]) for event in complete(trace)} == set(threads)
 
 
@@ -94,5 +94,5 @@ def test_a_step_without_spans_is_a_window_alone():
 
 
 def test_mistakes_are_errors():
-    with pytest.raises(ValueError, match="of one rank at least, got none"):
+    with pytest.raises(ValueError, match="of at least one rank, got none"):
         chrome_trace([])

@@ -1,4 +1,4 @@
-"""Spans of one lane stand beside each other, in as many rows as they need."""
+"""Overlapping spans of a lane are in different rows, and there are no more rows than needed."""
 
 from hypothesis import given
 from hypothesis import strategies as st

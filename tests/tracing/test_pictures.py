@@ -1,4 +1,4 @@
-"""Pictures are written, of every size of job, and leave matplotlib as it was."""
+"""Plots of jobs of all sizes are written, and matplotlib's settings are not changed."""
 
 import dataclasses
 
@@ -52,7 +52,7 @@ def test_names_are_written_where_they_fit():
     }
     assert "layers.7" in texts
     assert not any("model" in text for text in texts)
-    for num_units in (20, 400):  # never "7" alone, which says nothing
+    for num_units in (20, 400):  # never "7" alone, which has no meaning
         texts = {bar.text for bar in block(made_step(num_units=num_units)).bars}
         assert not any(text[:1].isdigit() for text in texts)
 
@@ -79,7 +79,7 @@ def test_names_are_written_beside_waits():
     )
     forward, *waits = block(Recording(0, 1, 0, 1.0, spans)).bars
     assert (forward.text, forward.text_s) == ("forward", 0.8)
-    assert [wait.text for wait in waits] == ["gather", "step"]
+    assert [wait.text for wait in waits] == ["all_gather", "step"]
 
 
 def test_a_wait_of_forward_during_an_overlapped_step_is_on_the_compute_lane():
@@ -108,7 +108,7 @@ def test_kinds_with_waits_alone_have_no_colour_in_the_legend():
         (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
         (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
         (None, "agree: 100.0 ms (10%) exposed"),
-        (None, "the computation waits: 100.0 ms (10%) in all"),
+        (None, "compute waits: 100.0 ms (10%) in total"),
     ]
 
 
@@ -126,7 +126,7 @@ def test_a_bar_for_each_rank_and_one_of_data_parallel(tmp_path):
         assert width == 900
         heights.append(height)
     more = [height - heights[0] for height in heights]
-    assert more == [0, 60, 420, 0]  # of 64 ranks the least and the most
+    assert more == [0, 60, 420, 0]  # of 64 ranks only those with fewest and most bytes
 
 
 def test_replicas_are_ranks_too(tmp_path):
@@ -136,9 +136,9 @@ def test_replicas_are_ranks_too(tmp_path):
 
 
 def test_mistakes_are_errors(tmp_path):
-    with pytest.raises(ValueError, match="report of one rank at least"):
+    with pytest.raises(ValueError, match="report of at least one rank"):
         plot_memory([], tmp_path / "a.png")
-    with pytest.raises(ValueError, match="recording of one rank at least"):
+    with pytest.raises(ValueError, match="recording of at least one rank"):
         plot_timeline([], tmp_path / "a.png")
     with pytest.raises(ValueError, match="Format 'docx' is not supported"):
         plot_timeline([made_step()], tmp_path / "a.docx")

@@ -1,4 +1,4 @@
-"""`lightning-zero trace RUN`, as a user types it."""
+"""`lightning-zero trace RUN`, as a user runs it."""
 
 import json
 
@@ -16,7 +16,7 @@ def run(*arguments):
 
 @pytest.fixture
 def zero(tmp_path):
-    """Of a run on 2 ranks, which a logger's folder stands around."""
+    """Directory `zero` of a run on 2 ranks, inside the directory of a logger."""
     folder = tmp_path / "run" / "csv" / "version_0" / "zero"
     for recording in made_ranks(2):
         write_recording(folder, recording)
@@ -31,16 +31,16 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     assert (zero / "trace_step_10.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("step 10: 0.")
-    assert printed[0].endswith(" s, 2 ranks, means over them")
+    assert printed[0].endswith(" s, mean of 2 ranks")
     table = {line.split()[0]: line.split()[1:] for line in printed[2:7]}
     assert list(table) == ["forward", "backward", "step", "all_gather", "reduce_scatter"]
     gib, in_flight, hidden, exposed, rate = map(float, table["all_gather"])
     assert gib == pytest.approx(8 * 4 / 1024, abs=1e-4)
     assert in_flight == pytest.approx(hidden + exposed, abs=2e-4)
     assert rate == pytest.approx(gib / in_flight, rel=0.01)
-    waited = "rank 1 waited least, 0.0250 s; rank 0 longest, 0.0120 s more (7.3% of the step)"
+    waited = "rank 1 waited least, 0.0250 s; rank 0 waited most, 0.0120 s longer (7.3% of the step)"
     assert printed[8:10] == [CPU_TIMING_NOTE, waited]
-    assert printed[10] == "gathered ahead of use: 14 of 16 units"
+    assert printed[10] == "prefetched: 14 of 16 units"
     assert printed[11:13] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
 
 
@@ -59,11 +59,11 @@ def test_without_matplotlib_there_is_a_trace_and_an_install_hint(
     monkeypatch.setattr(style, "find_spec", lambda name: None)
     assert run(tmp_path / "run") == 0
     assert [path.name for path in zero.glob("trace*")] == ["trace_step_10.json"]
-    line = 'no picture: pictures need matplotlib: pip install "lightning-zero[plot]"'
+    line = 'no plot: plots need matplotlib: pip install "lightning-zero[plot]"'
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def cut(zero):
+def truncate(zero):
     path = zero / "recordings" / "step_10_rank_1.json"
     path.write_text(path.read_text()[:100])
 
@@ -93,15 +93,19 @@ def empty(zero):
 @pytest.mark.parametrize(
     ("harm", "arguments", "text"),
     [
-        (None, ["nothing"], "nothing is no directory; give the directory of a run."),
-        (empty, ["run"], "run holds no zero/recordings; record some steps with the callback Zero"),
-        (None, ["run", "--step", "9"], "recordings holds no step 9; there are 10."),
+        (None, ["nothing"], "nothing is not a directory; pass the directory of a run."),
+        (empty, ["run"], "run has no zero/recordings; record steps with the callback Zero"),
+        (None, ["run", "--step", "9"], "recordings has no step 9; recorded steps: 10."),
         (None, ["run", "--step", "x"], "invalid int value: 'x'"),
         (lose, ["run"], "step_10_rank_0.json does not exist (missing ranks: 0)"),
-        (cut, ["run"], "step_10_rank_1.json is no JSON ("),
-        (rename, ["run"], "step_10_rank_1.json is no recording of this version: expected the"),
-        (mix, ["run"], "holds step 10 of runs on 2 and 3 ranks; delete the files of the older"),
-        (repeat, ["run"], "run holds recordings of 2 runs; give one: run/csv/version_0/zero, "),
+        (truncate, ["run"], "step_10_rank_1.json is not JSON ("),
+        (rename, ["run"], "step_10_rank_1.json is not a recording of this version: expected the"),
+        (mix, ["run"], "has step 10 of runs on 2 and 3 ranks; delete the files of the older"),
+        (
+            repeat,
+            ["run"],
+            "run has recordings of 2 runs; pass one of them: run/csv/version_0/zero, ",
+        ),
         (None, ["run", "--out", "file"], "File exists"),
     ],
 )
