@@ -34,7 +34,7 @@ def _fit(spec, world_size, **options):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(module)
-    return module, trainer, [str(w.message) for w in caught if "left out" in str(w.message)]
+    return module, trainer, [str(w.message) for w in caught if "are dropped" in str(w.message)]
 
 
 def _refusals(module, trainer):
