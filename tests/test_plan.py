@@ -170,7 +170,7 @@ def test_batch_norm_keeps_the_dtype_of_its_statistics():
 
 
 class Mixed(nn.Module):
-    """Vectors, matrices, a shared parameter, and all kinds of layers that the rule distinguishes."""
+    """Vectors, matrices, a shared parameter, and all layers that the rule distinguishes."""
 
     def __init__(self):
         super().__init__()

@@ -125,7 +125,7 @@ def test_a_short_write_is_continued(tmp_path):
 
 
 def _write_beyond_a_limit(path):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the system writes the first 1000 bytes
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # only 1000 bytes are written
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with pytest.raises(OSError, match="was not written"), atomic_write(path, 0) as file:
         file.write(bytes(1500))
