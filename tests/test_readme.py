@@ -128,7 +128,7 @@ def test_the_hand_written_loop_trains_under_torchrun():
     losses = re.findall(r"rank \d: loss (\d+\.\d+), torch\.Size\(\[64, 8\]\)", printed)
     assert len(losses) == 2
     assert max(map(float, losses)) < 1.0  # a constant gives 4
-    shares = [int(own) / int(whole) for own, whole in re.findall(r"(\d+) of (\d+) bytes", printed)]
+    shares = [int(own) / int(total) for own, total in re.findall(r"(\d+) of (\d+) bytes", printed)]
     assert len(shares) == 2
     assert max(shares) < 0.6
 
