@@ -168,7 +168,11 @@ class Allowed:
 
 ALLOWED = (
     Allowed("room, floor, house, neighbour", r"floor_?div(ide)?|\bfloor_?\b\(", "torch's name"),
-    Allowed("trial, toy, findings, examine", r"n_trials|in_each_trial|n_startup_trials|trials;|(max|per)_trials?", "name in Optuna or Lightning"),
+    Allowed(
+        "trial, toy, findings, examine",
+        r"n_trials|in_each_trial|n_startup_trials|trials;|(max|per)_trials?",
+        "name in Optuna or Lightning",
+    ),
     Allowed("facts", "EmoFact", "name of an optimizer"),
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
