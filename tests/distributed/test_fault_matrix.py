@@ -20,7 +20,7 @@ from tests.distributed.fault_matrix import (
     SLOWDOWN,
     Cell,
     FaultServer,
-    Order,
+    JobSpec,
     all_cells,
     cover,
     problems_of,
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(
     script = tmp_path / "script.py"
     script.write_text(_BETWEEN.replace("FAULTY", str(rank)).replace("FAULT", fault))
     ending = server.run(
-        Order([str(script)], str(tmp_path), str(tmp_path / "none"), 60, 0, num_started=1)
+        JobSpec([str(script)], str(tmp_path), str(tmp_path / "none"), 60, 0, num_started=1)
     )
     output = (tmp_path / "output").read_text()
     assert ending.status != 0
