@@ -4,7 +4,7 @@
 parameters this is the unsharded buffer of their bucket. The module is initialised there, by its
 `reset_parameters()`, then by the `_init_weights(module)` of the nearest enclosing module that has
 one. As soon as all modules with parameters in a bucket are initialised, the bucket is sharded. So
-in stage 3 one unit is unsharded at a time, beside the root.
+in stage 3 one unit is unsharded at a time, in addition to the root.
 
 [Note: Order of initialisation] Modules are initialised in the order in which constructors end: an
 inner module before the one that contains it. The random numbers do not depend on the stage or the
@@ -109,7 +109,7 @@ class _Materializer:
     """Gives memory and values to modules, one by one.
 
     Attributes:
-        filled: Buffers of buckets of which not all modules are initialised, by index of the bucket.
+        filled: Buffers of the buckets that wait for modules, by index of the bucket.
         visits: Modules to initialise, in order.
         waits_for: Number of modules that each bucket waits for.
     """
