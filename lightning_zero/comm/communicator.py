@@ -261,7 +261,7 @@ class Communicator:
         return tensor
 
     def open_channel(self) -> Channel:
-        """Returns a new channel for messages beside the collectives.
+        """Returns a new channel, for messages of a background thread.
 
         `abort` and `close` close it.
         """

@@ -1,8 +1,8 @@
 """Collectives on WORLD, the process group that Lightning makes and the engine never uses.
 
-They serve what runs before there is an engine with groups of its own, and what Lightning itself
-requires of a strategy. Without a process group the world is this process alone. They wait for as
-long as WORLD's timeout. `disconnect_groups` is for all groups.
+They are for code that runs before there is an engine with groups of its own, and for methods that
+Lightning requires of a strategy. Without a process group the world is this process alone. WORLD's
+timeout limits their waits. `disconnect_groups` is for all groups.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def has_world() -> bool:
 
 
 def is_world(group: Any) -> bool:
-    """Whether `group` is the default process group, as None is, too."""
+    """Whether `group` is the default process group; None stands for it, too."""
     return group is None or group is dist.group.WORLD
 
 
