@@ -180,7 +180,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             reason = "steps full tensors"
         warnings.warn(
             f"{type(optimizer).__name__} {reason}: its states stay in CPU memory instead of on "
-            "NVMe, and each step reads all master parameters at once.",
+            "NVMe, and each step reads all main parameters at once.",
             stacklevel=2,
         )
 
