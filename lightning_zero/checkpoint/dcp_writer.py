@@ -142,7 +142,7 @@ class SavePlanCache:
     last_written: _Written | None = None  # plan and results of the last save; None: send them anew
 
     def clear(self) -> None:
-        """Drops plan and results; one rank that clears them makes all ranks send theirs again."""
+        """Drops plan and results; if one rank clears them, all ranks send theirs again."""
         self.metadata, self.last_written = b"", None
 
     def gather_if_changed(
@@ -195,8 +195,8 @@ class ShardedSave:
     ) -> ShardedSave:
         """Agrees on the entries to be written. Collective: every rank.
 
-        The entries and their names are those of rank 0's `checkpoint`, so hooks that change it on
-        rank 0 only have their effect, as with a full checkpoint. Every other rank passes its
+        The entries and their names are those of rank 0's `checkpoint`, so hooks that change it
+        only on rank 0 take effect, as with a full checkpoint. Every other rank passes its
         `shards`, by source. The caller holds the session of `channel`.
         """
         is_first = channel.rank == 0
