@@ -66,7 +66,7 @@ class Averages:
         return len(self._shadows)
 
     def unwrap(self, device: torch.device | None) -> None:
-        """Leaves the callbacks full averages on `device`; None: without values. Collective."""
+        """Gives the callbacks full averages on `device`; None: without values. Collective."""
         for shadow in self._shadows:
             shadow.unwrap(device)
         self.restore_methods()

@@ -221,7 +221,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_regrouped = self._keeps_full_module = None  # state of the run before
+        self._has_regrouped = self._keeps_full_module = None  # state of the previous run
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING

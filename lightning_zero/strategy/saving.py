@@ -323,13 +323,13 @@ class Saving:
 
         Warns if the deletion fails: the save has succeeded, and other ranks have not failed.
         """
-        place = locate(filepath)
+        path = locate(filepath)
         if not self._in_flight:
-            _remove_or_warn(place)
+            _remove_or_warn(path)
             return
         save = self._in_flight[0]
         self._in_flight.append(
-            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(place))
+            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(path))
         )
 
     def free(self) -> None:
