@@ -145,7 +145,7 @@ class Shards:
     def init_master(self, values: Tensor) -> None:
         """Creates the store of a master with a copy of `values`: 1-D, own elements."""
         copy = values.to(self.plan.master_dtype, copy=True)
-        self.master = self.storage.make_main_store(self.plan.name, copy, self.plan.tiers.optim)
+        self.master = self.storage.make_master_store(self.plan.name, copy, self.plan.tiers.optim)
 
     def init_params(self) -> None:
         """Creates stores from the unsharded parameters, except for a master of another dtype."""
