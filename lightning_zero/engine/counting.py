@@ -110,7 +110,9 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
         slots = bucket.plan.layout.slots
         for slot, own, p in zip(slots, bucket.orig_dtypes, bucket.parameters, strict=True):
             if p.requires_grad:
-                num_states = _STATES_NUMEL + (own.itemsize < master.itemsize)
+                num_states = _STATES_NUMEL
+                if own.itemsize < master.itemsize:
+                    num_states += 1  # the main parameter
                 total += slot.numel * num_states * master.itemsize
     return total
 
