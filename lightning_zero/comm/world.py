@@ -73,7 +73,7 @@ def as_timeout(value: object) -> timedelta | None:
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """How long a rank may keep the others waiting, in seconds.
+    """Limits of the time that a rank may keep others waiting, in seconds.
 
     Attributes:
         report_s: Wait after which the status of every rank is reported, once; None: never.

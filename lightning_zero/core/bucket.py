@@ -99,7 +99,7 @@ __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
-    """What the parameters of a bucket point at. See [Note: Phases of a bucket]."""
+    """Tensors that the parameters of a bucket point at. See [Note: Phases of a bucket]."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -119,7 +119,7 @@ class Bucket:
         device: Device on which the bucket is unsharded.
         shard_specs: Elements of each slot that each rank steps, by slot.
         shards_params: Whether parameters are sharded when idle.
-        phase: What the parameters point at.
+        phase: Tensors that the parameters point at.
         is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
         on_unsharded_change: Called with `is_unsharded` when it changes.
         unsharded_params: Flat buffer; holds memory while the parameters are unsharded.

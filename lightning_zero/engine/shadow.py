@@ -87,7 +87,9 @@ class Shadow:
 
     @contextmanager
     def shard_views(self, *, write_back: bool) -> Iterator[None]:
-        """Parameters of both modules are views of this rank's shard. Collective to write back.
+        """Context in which parameters of both modules are views of this rank's shard.
+
+        Collective with `write_back`.
 
         Args:
             write_back: Store the values of the trained module's views in its parameters, also in
@@ -102,7 +104,7 @@ class Shadow:
 
     @contextmanager
     def own_views(self) -> Iterator[None]:
-        """The shadow's parameters are views of this rank's shard. Local.
+        """Context in which the shadow's parameters are views of this rank's shard. Local.
 
         Inside, `module.to(...)` may move them; afterwards the shard is on its own device again.
         """

@@ -231,7 +231,7 @@ class ZeroConfig:
 
     @property
     def states(self) -> Stage:
-        """Which states are sharded."""
+        """The states that are sharded."""
         return STAGES[self.stage]
 
     def replace(self, **changes: Any) -> ZeroConfig:

@@ -1,4 +1,4 @@
-"""Which parameters keep their own dtype where the others become `param_dtype`.
+"""Parameters that keep their own dtype while the others become `param_dtype`.
 
 [Note: What autocast casts] `torch.autocast` casts all arguments of matrix products and
 convolutions, so their parameters may already be in 16 bits. Other operations use parameters without

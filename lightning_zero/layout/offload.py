@@ -51,7 +51,7 @@ def padded_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class Tier(Enum):
-    """Where a shard is stored between its uses."""
+    """Memory in which a shard is stored between its uses."""
 
     DEVICE = "device"
     CPU = "cpu"

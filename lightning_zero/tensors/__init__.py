@@ -4,7 +4,7 @@
     freed       reads of freed memory: NaN or an error
     guarded     sharded parameters, which are unsharded when they are used
     lazy        `LazyTensor`: values that are read from a file when they are used
-    shard_spec  which elements of a parameter each rank has
+    shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
     full_view   gathered values of a sharded tensor, to be read and written
     composite   tensors made of tensors, such as quantised states

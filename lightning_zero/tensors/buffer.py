@@ -150,7 +150,7 @@ class ScratchPool:
 
     Args:
         device: Device of the buffers.
-        allocate: Returns a new 1-D tensor of so many elements of a dtype; None: `torch.empty`.
+        allocate: Function of (numel, dtype) that returns a new 1-D tensor; None: `torch.empty`.
         max_kept: Maximum number of unused buffers that are kept, on CPU; 0 on other devices.
     """
 
