@@ -216,7 +216,7 @@ def _extra_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _no_memory(name: str) -> ValueError:
     return ValueError(
-        f"{name} is on the meta device and has no memory to load into; materialise the "
+        f"{name} is on the meta device and has no memory to load into; materialize the "
         "module first (module.to_empty(device=...))."
     )
 

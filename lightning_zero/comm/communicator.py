@@ -59,7 +59,7 @@ class Communicator:
         limits: Limits of waiting for the communicator's own watchdog.
 
     Raises:
-        RuntimeError: A launcher has started several ranks, and no process group was initialised.
+        RuntimeError: A launcher has started several ranks, and no process group was initialized.
         ValueError: The group size does not divide the world size.
     """
 

@@ -173,7 +173,7 @@ def open_store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def has_world() -> bool:
-    """Whether the default process group is initialised."""
+    """Whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 

@@ -17,7 +17,7 @@ the end. The registered parameters, with their order and shapes, are compared be
 whose size depends on them: see [Note: Consistency] in comm/consistency.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
-values than constructors that initialise in their own way. Broadcasting rank 0's values of each
+values than constructors that initialize in their own way. Broadcasting rank 0's values of each
 parameter before it is sharded would wait for rank 0 at every layer.
 """
 

@@ -8,7 +8,7 @@ as learning rates by layer, share the large ones.
 
 [Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only if a tensor
 has at least 4096 elements and is a multiple of the block (torchao, bitsandbytes). So the probe
-tensor of a parameter with at least 4096 elements has a multiple of 4096: all of it is quantised for
+tensor of a parameter with at least 4096 elements has a multiple of 4096: all of it is quantized for
 every block size that is a power of two up to 4096. It is divided at an odd element, where no block
 ends.
 

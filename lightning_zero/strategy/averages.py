@@ -142,7 +142,7 @@ def check_restorable(checkpoint: Mapping[str, Any]) -> None:
     if is_stochastic or "averaging_state" in checkpoint:
         raise ValueError(
             "the checkpoint holds averages of weights, which their callback cannot restore into "
-            "parameters on the meta device; materialise the module before fit "
+            "parameters on the meta device; materialize the module before fit "
             "(module.to_empty(device=...))."
         )
 

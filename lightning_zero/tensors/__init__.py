@@ -7,7 +7,7 @@
     shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
     full_view   gathered values of a sharded tensor, to be read and written
-    composite   tensors made of tensors, such as quantised states
+    composite   tensors made of tensors, such as quantized states
     ties        parameters that share memory, which become one parameter
     meta        parameters without memory: on the meta device, or dropped after training
 
