@@ -52,7 +52,7 @@ def offload_activations(
     CPU accelerator it makes copies and saves no memory. Local.
 
     Args:
-        min_bytes: Size in bytes from which on a tensor is offloaded.
+        min_bytes: Minimum size in bytes of a tensor that is offloaded.
         num_prefetched: Number of tensors that are copied back before their use.
         pin_memory: Use pinned memory and asynchronous copies on CUDA.
 

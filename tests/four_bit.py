@@ -76,7 +76,7 @@ def _bitsandbytes(in_features: int, out_features: int, quant_storage: torch.dtyp
 
     return Linear4bit(in_features, out_features, quant_type="nf4", quant_storage=quant_storage).to(
         "cpu"
-    )  # which quantises
+    )  # which quantizes
 
 
 LINEARS = {"tests": PackedLinear, "bitsandbytes": _bitsandbytes}

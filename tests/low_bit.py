@@ -53,7 +53,7 @@ class Blocks(torch.Tensor):
 
 
 class Blockwise(torch.optim.Optimizer):
-    """Adam with quantised moments, for tensors of at least 4096 elements that fill their blocks.
+    """Adam with quantized moments, for tensors of at least 4096 elements that fill their blocks.
 
     The momentum is stored in Blocks, the second moment as plain tensors of codes and scales. Other
     tensors have float32 moments.

@@ -17,7 +17,7 @@ Imports the engine and all packages below it.
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
     atomic            replaces files and directories atomically
-    remote            does so at addresses such as s3://bucket/run/last.ckpt
+    remote            files at addresses such as s3://bucket/run/last.ckpt
     export            converts one format into another, for the command line
 
 Begin with `states`.

@@ -17,8 +17,8 @@ process may find a new file unlocked before its writer has locked it; the writer
 after locking that the file still exists, and creates another one if it does not. IDs contain the
 host, the boot, the process and a random number. On some network file systems a lock is visible on
 one machine only, see `_has_shared_locks`: leftovers of other machines there, and leftovers without
-a lock, are deleted when they were not written to for a day. A replaced checkpoint may be the only
-copy; it is deleted only when its target exists.
+a lock, are deleted if they have not been written to for a day. A replaced checkpoint may be the
+only copy; it is deleted only when its target exists.
 
 `SHA256SUMS` lists files of its directory in the format that `sha256sum -c SHA256SUMS` reads.
 
@@ -268,7 +268,7 @@ class StagedDirectory:
     _lock: int | None  # file descriptor of its `SHA256SUMS`; None after `publish` or `discard`
 
     def __init__(self, target: Path) -> None:
-        """Creates it and the folder of `target`; deletes the leftovers of dead jobs there."""
+        """Creates the directory and `target`'s folder; deletes leftovers of dead jobs there."""
         make_folder(target.parent)
         recover(target)
         delete_leftovers(target.parent)
@@ -286,13 +286,13 @@ class StagedDirectory:
         raise _contention_error(target)
 
     def publish(self) -> None:
-        """Replaces the target with it, and deletes the old target."""
+        """Replaces the target with the directory, and deletes the old target."""
         superseded = _rename_over(self.folder, self._target)
         self._release()
         _delete_superseded(superseded, self._target.parent)
 
     def discard(self) -> None:
-        """Deletes it unless it was published; files that cannot be deleted stay."""
+        """Deletes the directory unless it was published; files that cannot be deleted stay."""
         if self._lock is not None:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._release()

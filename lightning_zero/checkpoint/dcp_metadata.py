@@ -88,7 +88,7 @@ class _InvalidMetadataError(Exception):
 
 @dataclass(frozen=True)
 class _Global:
-    """A global that the file names; the only thing it can do is to call it."""
+    """A global that the file names; the file can only call it."""
 
     name: tuple[str, str]  # module, and name in it
 

@@ -4,7 +4,7 @@ The files of ranks are mapped into memory; from remote files, ranges are read. E
 a small file of `torch.save`, whose elements are one contiguous record. A tensor becomes a
 `LazyTensor`: a flat range of it is a view of the map if one item contains the range, and otherwise
 a copy from several items, for any boxes of the writer's ranks. torch's own reader would read every
-item completely from which it needs a part.
+item completely, even if it needs only a part.
 """
 
 from __future__ import annotations

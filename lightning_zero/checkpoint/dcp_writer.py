@@ -142,7 +142,7 @@ class SavePlanCache:
     last_written: _Written | None = None  # plan and results of the last save; None: send them anew
 
     def clear(self) -> None:
-        """Drops plan and results; one rank that clears them makes all ranks send theirs again."""
+        """Drops plan and results; if one rank clears them, all ranks send theirs again."""
         self.metadata, self.last_written = b"", None
 
     def gather_if_changed(

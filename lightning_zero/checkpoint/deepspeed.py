@@ -63,7 +63,7 @@ class _Saved:
 
     @property
     def is_sharded_by_parameter(self) -> bool:
-        """Every rank has a part of every parameter, as in stage 3."""
+        """Whether every rank has a part of every parameter, as in stage 3."""
         return "fp32_flat_groups" in self.optims[0]
 
     @cached_property

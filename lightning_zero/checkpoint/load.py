@@ -8,9 +8,9 @@ checkpoints have names; so do those of other systems, whose parameter groups may
 modules support older versions, errors are collected. It therefore runs unchanged, but its copies
 are recorded instead of executed. If it raises, nothing has changed yet. Otherwise buffers are
 copied entirely, and each bucket reads this rank's elements of its parameters directly into the
-masters. The exception are modules with custom loading code (an overridden `_load_from_state_dict`
+masters. The exceptions are modules with custom loading code (an overridden `_load_from_state_dict`
 or `load_state_dict`, or a hook after loading), which may read the loaded values: their parameters
-are unsharded and loaded at once, those of other modules are not.
+are unsharded and loaded immediately; those of other modules are not.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def load_weights(
     """Loads the weights of a checkpoint of any format into a module, with or without an engine.
 
     Collective if an engine holds the module: every rank. Each rank reads its own part of the file.
-    Values for tensors on the meta device are read when an engine wraps the module, by each rank its
-    part.
+    When an engine wraps the module, each rank reads its part of the values for tensors on the meta
+    device.
 
     Args:
         module: A `LightningModule`, or the submodule of one at which the checkpoint's names start.
@@ -216,7 +216,7 @@ def _extra_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _no_memory(name: str) -> ValueError:
     return ValueError(
-        f"{name} is on the meta device and has no memory to load into; materialise the "
+        f"{name} is on the meta device and has no memory to load into; materialize the "
         "module first (module.to_empty(device=...))."
     )
 

@@ -194,7 +194,7 @@ class RemotePath:
 
     @contextlib.contextmanager
     def atomic_write(self, nbytes: int) -> Iterator[BinaryIO]:
-        """Opens a new file of about `nbytes` that appears when the block ends; `atomic_write`."""
+        """Opens a new file of about `nbytes` that appears when the block ends."""
         # fsspec's transactions apply to a file system object: use a separate one.
         system, key = url_to_fs(self._address, skip_instance_cache=True)
         with contextlib.suppress(NotImplementedError):

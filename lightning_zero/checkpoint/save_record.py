@@ -74,7 +74,7 @@ def encode_record(save: str, ends: Mapping[str, str], contents: Mapping[str, Any
 
 
 def find_foreign_files(folder: CheckpointPath, metadata: Metadata) -> list[str]:
-    """Returns one line for each file that belongs to another save than the others."""
+    """Returns one line for each file that belongs to a different save than the others."""
     problems: list[str] = []
     files = _files_by_folder(metadata)
     for parent, names in files.items():

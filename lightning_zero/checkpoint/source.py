@@ -123,7 +123,7 @@ def raise_damage_on_any_rank(
     world_size: int,
     gather: Callable[[list[str]], list[list[str]]],
 ) -> None:
-    """Verifies a checkpoint by its checksums, each rank its share. Collective: every rank.
+    """Verifies a checkpoint by its checksums; each rank verifies its share. Collective: every rank.
 
     `gather` returns the lines of every rank, on every rank.
 

@@ -13,8 +13,8 @@ every rank writes its own part, in torch's DCP format:
 Every tensor has its name, its full shape and the module's dtype, in the layout of Lightning's
 `ModelParallelStrategy`: `state_dict.NAME`, `optimizer_0.state.NAME.exp_avg`,
 `optimizer_0.param_groups.0.lr`. The layout depends on neither world size nor stage nor tier;
-`meta.pt` contains them for information only. Ranks that hold the same values write a part of them
-each.
+`meta.pt` contains them for information only. Ranks that hold the same values each write
+a part of them.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def shards_in(tree: Any) -> dict[str, CheckpointShard]:
 def _owned_shards(specs: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
     """Shards of the state of a parameter with a tensor owner; `own` is None on other ranks.
 
-    The owner writes the state; the owners in other replicas write a part of it each.
+    The owner writes the state; with replicas, the owner in each replica writes a part of it.
     """
     values = iter([leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)])
     number = 0

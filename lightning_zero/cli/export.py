@@ -76,8 +76,8 @@ def _check_paths(checkpoint: CheckpointPath, out: CheckpointPath, args: argparse
         )
 
 
-def _resolved(place: CheckpointPath) -> PurePath:
-    return place.resolve() if isinstance(place, Path) else PurePosixPath(str(place))
+def _resolved(path: CheckpointPath) -> PurePath:
+    return path.resolve() if isinstance(path, Path) else PurePosixPath(str(path))
 
 
 def _max_shard_bytes(args: argparse.Namespace, out: CheckpointPath) -> int | None:

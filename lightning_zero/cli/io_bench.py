@@ -111,7 +111,7 @@ class DiskReport:
 
 
 def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
-    """Measures with a test file, which is deleted in any case.
+    """Measures with a test file, which is deleted even after an error.
 
     Args:
         path: Existing directory.

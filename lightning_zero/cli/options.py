@@ -113,7 +113,7 @@ def _add_io_bench(subparsers: _Subparsers) -> None:
         "io-bench",
         help="measure a disk as NVMe tier",
         description="Measures a disk as the NVMe tier uses it, and prints the settings to use. "
-        "The test file is deleted in any case.",
+        "The test file is always deleted.",
     ).add_argument
     add("path", type=Path, help="directory on the disk, as in nvme_path")
     add("--size", type=_bytes, default="4GiB", help="size of the test file (default: %(default)s)")

@@ -1,11 +1,11 @@
 """Transport between ranks: the only caller of collectives. Imports record, layout and tensors.
 
     world         the default process group: its backend, timeouts and store; disconnecting groups
-    communicator  `Communicator`: all-gather, reduce-scatter and sums of one engine, on process
-                  groups of its own along the axes of a mesh
+    communicator  `Communicator`: collectives of one engine, on its own process groups along the
+                  axes of a mesh
     backends      data plane: peer to peer over gloo, or NCCL's own collectives
     control       control plane: integers, masks and objects between CPUs, in rounds of log2(N)
-                  messages; and `Channel`, for a thread beside the training
+                  messages; and `Channel`, for a background thread
     collectives   detects the user's collectives before they are issued
     consistency   checks that model, optimizers and settings are equal on all ranks
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
@@ -13,7 +13,7 @@
     reports       status of every rank, reported after a long wait
 
 Begin with `communicator`. `watchdog` explains why a wait ends if a rank does not come. If a rank
-raises an exception, the other ranks learn of it
+raises an exception, the other ranks are notified:
 
     while an engine is made            from `consistency.compare`
     before there is an engine          from `Watchdog.abort`

@@ -234,7 +234,7 @@ class DeviceBackend(Backend):
     Shards of different lengths use the calls that take lists: NCCL issues one broadcast or reduce
     per shard, in one group.
 
-    All-gathers and reductions have a stream each, so that a reduction that waits for a backward
+    All-gathers and reductions each have a stream, so that a reduction that waits for a backward
     does not delay the all-gather of the next bucket. Copies from the CPU have one, too, and overlap
     the previous all-gather. Each side stream first waits for the current stream, on which the
     buffers were allocated and written. These streams have high priority, because other ranks wait

@@ -1,9 +1,9 @@
 """Detects the user's own collectives in a forward in which ranks unshard different units.
 
 [Note: Collectives of the user] A rank that waits in a collective answers no other rank, and a rank
-that has used fewer units before the collective gets there while others still request theirs. So all
+that uses fewer units before the collective reaches it while others still request theirs. So all
 ranks enter a round before any of them issues it: `CollectiveOrder.serve_until`. The strategy's own
-calls, such as `self.all_gather`, do so by themselves. Calls of torch.distributed over all ranks are
+calls, such as `self.all_gather`, do so automatically. Calls of torch.distributed over all ranks are
 intercepted by a `TorchFunctionMode`, which torch's collectives support, while code of a forward
 runs in stage 3: in passes without a recorded schedule, and in all passes once one has had a
 collective. That costs a few microseconds per call of a torch function. The mode does not see: a

@@ -59,7 +59,7 @@ class Communicator:
         limits: Limits of waiting for the communicator's own watchdog.
 
     Raises:
-        RuntimeError: A launcher has started several ranks, and no process group was initialised.
+        RuntimeError: A launcher has started several ranks, and no process group was initialized.
         ValueError: The group size does not divide the world size.
     """
 
@@ -261,7 +261,7 @@ class Communicator:
         return tensor
 
     def open_channel(self) -> Channel:
-        """Returns a new channel for messages beside the collectives.
+        """Returns a new channel, for messages of a background thread.
 
         `abort` and `close` close it.
         """

@@ -34,7 +34,7 @@ def compare(
     Args:
         control: Control plane of all ranks.
         fields: This rank's fields.
-        failure: Why this rank cannot continue, if it cannot; raised once the other ranks know it.
+        failure: Reason why this rank cannot continue, if any; raised after the ranks compare.
 
     Raises:
         ValueError: Fields differ; names the first difference, by rank.

@@ -2,11 +2,11 @@
 
 Rounds exchange a few integers, small masks and objects, so that all ranks, whatever their group,
 agree on what comes next without making a device wait. `Channel` has a group of its own, for a
-thread beside the training.
+background thread.
 
 [Note: Rounds] In round k every rank sends its k-th vote: a few integers, of which all receive the
-minimum over ranks, and bytes, of which all receive the maximum. A rank may begin a round and go on;
-a thread carries it through, because its later messages depend on earlier ones. Rounds never
+minimum over ranks, and bytes, of which all receive the maximum. A rank may begin a round and
+continue; a thread completes it, because its later messages depend on earlier ones. Rounds never
 overtake each other: the k-th vote of one rank meets the k-th vote of every other rank, whatever
 they are for, so that desynchronized ranks detect it.
 

@@ -99,12 +99,12 @@ class Waits:
         self._unannounced: tuple[Any, Wait] | None = None  # frame mark and wait of the main thread
 
     def __bool__(self) -> bool:
-        """Whether any is announced."""
+        """Whether any wait is announced."""
         return bool(self._announced)
 
     @property
     def is_announced(self) -> bool:
-        """Whether this thread has announced one."""
+        """Whether this thread has announced a wait."""
         return threading.get_ident() in self._announced
 
     @contextmanager
@@ -292,7 +292,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _may_be_deadlock(answers: Sequence[RankStatus | None]) -> bool:
-    """Whether all ranks wait, for different operations, of which none transfers data."""
+    """Whether all ranks wait, for different operations, and none of these transfers data."""
     waits = {None if a is None or a.is_data_transfer or not a.wait else a.wait for a in answers}
     return None not in waits and len(waits) > 1
 

@@ -87,7 +87,7 @@ class PeerAbortedError(DesynchronizedError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Cause for which the ranks cannot continue together."""
+    """Reason why the ranks cannot continue together."""
 
     rank: int | None  # rank that caused the failure; None: no single rank
     text: str  # clause with its subject, such as "rank 1 was killed by SIGKILL"
@@ -180,7 +180,7 @@ class Watchdog:
 
     @property
     def failure(self) -> RankFailure | None:
-        """The failure for which no collective is possible now; None: there is none."""
+        """The failure that makes collectives impossible now; None: there is none."""
         return self._death or self._aborts.get(self._epoch)
 
     @property
@@ -299,7 +299,7 @@ class Watchdog:
         )
 
     def wait_for_same_error(self, error: BaseException | None) -> None:
-        """Before `abort`: gives the other ranks a moment to raise the same error by themselves.
+        """Before `abort`: gives the other ranks a moment to raise the same error on their own.
 
         All ranks may raise the same error; a slower rank must not be stopped before it does.
         """
@@ -340,7 +340,7 @@ class Watchdog:
         return True
 
     def finish(self) -> None:
-        """Ends this rank's part: it needs the others no more, and they may continue without it."""
+        """Ends this rank's part: it no longer needs the others, nor they this rank."""
         self._run_in_thread(self._mark_left)
         self._is_needed = False
 
@@ -616,7 +616,7 @@ class Watchdog:
                 self._append(entry)
 
     def _wake_main(self, wait: Wait, failure: RankFailure, failed_at: float) -> None:
-        """Ends a wait outside the engine's groups, which never ends by itself after a failure."""
+        """Ends a wait outside the engine's groups, which a failure does not end by default."""
         must_regroup = self._can_regroup and self._is_needed
         is_dead = failure is self._death
         if not (must_regroup or is_dead or wait.since < failed_at):

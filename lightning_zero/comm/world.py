@@ -1,8 +1,8 @@
 """Collectives on WORLD, the process group that Lightning makes and the engine never uses.
 
-They serve what runs before there is an engine with groups of its own, and what Lightning itself
-requires of a strategy. Without a process group the world is this process alone. They wait for as
-long as WORLD's timeout. `disconnect_groups` is for all groups.
+They are for code that runs before there is an engine with groups of its own, and for methods that
+Lightning requires of a strategy. Without a process group the world is this process alone. WORLD's
+timeout limits their waits. `disconnect_groups` is for all groups.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def as_timeout(value: object) -> timedelta | None:
 
 @dataclass(frozen=True)
 class WaitLimits:
-    """How long a rank may keep the others waiting, in seconds.
+    """Limits of the time that a rank may keep others waiting, in seconds.
 
     Attributes:
         report_s: Wait after which the status of every rank is reported, once; None: never.
@@ -173,12 +173,12 @@ def open_store(rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def has_world() -> bool:
-    """Whether the default process group is initialised."""
+    """Whether the default process group is initialized."""
     return dist.is_available() and dist.is_initialized()
 
 
 def is_world(group: Any) -> bool:
-    """Whether `group` is the default process group, as None is, too."""
+    """Whether `group` is the default process group; None stands for it, too."""
     return group is None or group is dist.group.WORLD
 
 

@@ -1,9 +1,9 @@
-"""Time: what happens to a bucket from forward to step.
+"""The run time of units and buckets, from forward to optimizer step.
 
 Imports record, layout, tensors, comm and tiers.
 
-    schedule      `Schedule`: the step as the hooks call it; buffers such as BatchNorm's
-    unit          `Unit` and `Unsharder`: what is unsharded and prefetched together
+    schedule      `Schedule`: the moments of a step, called by the hooks; `SharedBuffers`
+    unit          `Unit`: buckets that are unsharded together; `Unsharder`
     reducer       `Reducer`: which buckets a backward reduces, and the means at its end
     hooks         hooks of modules and autograd, which call the schedule
     bucket        `Bucket`: parameters that are communicated together; `Masters`
@@ -15,13 +15,13 @@ Imports record, layout, tensors, comm and tiers.
     lockstep      `uneven_calls`: a number of forwards that differs between ranks
     building      sharding while `configure_model` builds
     materialize   memory for modules built on the meta device
-    mixed_dtypes  layers that keep float32 parameters
+    mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
     step_worker   the thread that steps while the next forward runs
 
 Begin with the note at the top of layout/order.py, then read `schedule` and `bucket`. A gradient
 arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its bucket is
 complete. Then `reducer` marks the bucket as ready in the collective order
-(`CollectiveOrder.mark_ready`), which calls `Schedule.issue_reduction` in its turn, and so
+(`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so
 `Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
 `OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset_all` for what a
 rank does after an exception, and the end of comm's text for what happens on the other ranks.

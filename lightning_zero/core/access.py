@@ -24,8 +24,8 @@ def gathered(
 ) -> Iterator[None]:
     """Context in which parameters are unsharded, n-D, on every rank. Collective: every rank.
 
-    A bucket is unsharded as one, with all its parameters. Parameters without an engine are left as
-    they are.
+    A bucket is always unsharded with all its parameters. Parameters that no engine holds are left
+    unchanged.
 
     Args:
         module_or_parameters: A module (all its parameters), one parameter or several.

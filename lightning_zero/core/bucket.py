@@ -20,8 +20,8 @@ bucket, in layout order; *own elements* are those that this rank steps.
   n-D view for each slot; the input of the reduce-scatter or all-reduce.
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
-- Optimizer states: as long as the own elements, master dtype; in files on NVMe
-  (`Shards.state_stores`), otherwise in the optimizer.
+- Optimizer states: 1-D, own elements, master dtype; in files on NVMe (`Shards.state_stores`),
+  otherwise in the optimizer.
 
 If optimizer states are replicated (stage 0), the own elements are all elements. If the layout has
 tensor owners, the own elements of a slot are all or none of it.
@@ -99,7 +99,7 @@ __all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
-    """What the parameters of a bucket point at. See [Note: Phases of a bucket]."""
+    """Tensors that the parameters of a bucket point at. See [Note: Phases of a bucket]."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
@@ -119,7 +119,7 @@ class Bucket:
         device: Device on which the bucket is unsharded.
         shard_specs: Elements of each slot that each rank steps, by slot.
         shards_params: Whether parameters are sharded when idle.
-        phase: What the parameters point at.
+        phase: Tensors that the parameters point at.
         is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
         on_unsharded_change: Called with `is_unsharded` when it changes.
         unsharded_params: Flat buffer; holds memory while the parameters are unsharded.
@@ -130,11 +130,11 @@ class Bucket:
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
         num_pins: Number of `gathered` contexts that hold the bucket; it is not freed while
             positive.
-        is_saved_for_backward: Whether a graph that backward has not walked yet may hold views of
+        is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
-        fingerprints: Fingerprints of unsharded parameters that are shown read-only, by slot; None
+        fingerprints: Fingerprints of unsharded parameters in a read-only `gathered`, by slot; None
             if there are none, or if the engine has written to them since.
-        lockstep: The engine's `Lockstep`, set when that is created.
+        lockstep: The engine's `Lockstep`; set once the engine has created it.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
     """
@@ -402,7 +402,7 @@ class Bucket:
 
         See [Note: Memory that others hold] in tensors/buffer.py.
         """
-        # Graphs hold at most as many views as there were before, and at least one if any.
+        # Graphs hold no more views than there were before.
         num_graphs = 0
         if self.is_saved_for_backward and num_holders_before is not None:
             num_graphs = num_holders_before
@@ -419,9 +419,9 @@ class Bucket:
         return self.unsharded_params.num_holders(self.shards.num_views + num_params)
 
     def _warn_of_holders(self) -> None:
-        """Warns of tensors that users keep of unsharded parameters; tensors in graphs do not count.
+        """Warns about views of unsharded parameters that users keep, except those in graphs.
 
-        At most twice, because it searches all Python objects.
+        Warns at most twice, because it searches all Python objects.
         """
         if self._num_scans == 2:
             return
@@ -804,7 +804,7 @@ class _ParamShard:
     def __init__(self, bucket: Bucket, index: int) -> None:
         self._bucket = bucket
         self._index = index
-        self._old_values: Tensor | None = None  # 1-D; None while the parameter has these values
+        self._old_values: Tensor | None = None  # 1-D; None until the parameter gets new values
 
     def read(self) -> Tensor:
         if self._old_values is not None:
@@ -886,7 +886,7 @@ class Masters:
             self.store(shard)
 
     def store(self, shard: Tensor) -> None:
-        """Writes back the tensor of `fetch()`; all parameters follow it. Collective."""
+        """Writes the tensor of `fetch()` back to masters and parameters. Collective."""
         bucket = self._bucket
         bucket.wait_for_uploads()
         bucket.fingerprints = None
@@ -999,7 +999,7 @@ class Masters:
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
     def leave_step(self, *, is_changed: bool) -> None:
-        """Points everything back; casts changed masters and issues their all-gather. Collective."""
+        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective."""
         bucket = self._bucket
         for parameter in bucket.parameters:
             parameter.grad = None

@@ -17,7 +17,7 @@ the end. The registered parameters, with their order and shapes, are compared be
 whose size depends on them: see [Note: Consistency] in comm/consistency.py.
 
 Alternatives considered: building on the meta device and calling `reset_parameters` gives other
-values than constructors that initialise in their own way. Broadcasting rank 0's values of each
+values than constructors that initialize in their own way. Broadcasting rank 0's values of each
 parameter before it is sharded would wait for rank 0 at every layer.
 """
 
@@ -64,7 +64,7 @@ class PartialParameter:
         self.bits = 0  # sum over the bits of the full values that were sharded last
         # Name and properties that ranks compare.
         self.description = (
-            f"{name}, number {index + 1} of what configure_model has built",
+            f"{name}, parameter {index + 1} that configure_model has built",
             {"shape": str(tuple(parameter.shape)), "dtype": str(parameter.dtype)},
         )
         self._building = building
@@ -337,7 +337,7 @@ class Building:
     # ---------------------------------------------------------------- use
 
     def unshard(self, piece: PartialParameter) -> None:
-        """Unshards `piece`, and before it what other ranks request. Collective."""
+        """Unshards `piece`, after the parameters that other ranks request. Collective."""
         with self._busy():
             while piece.shard is not None:
                 self._round(piece.index)
@@ -395,7 +395,7 @@ class Building:
 
 
 class _UseMode(TorchFunctionMode):
-    """Mode that sees the arguments of every call of torch, which must stay unsharded in it."""
+    """Mode that keeps the arguments of every call of torch unsharded during the call."""
 
     def __init__(self, building: Building) -> None:
         super().__init__()

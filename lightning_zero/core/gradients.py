@@ -68,7 +68,7 @@ class Gradients:
         is_local: Whether `unsharded_grads` holds a gradient of the parameter, by slot.
         is_reduced: Whether `main_grad` holds the mean gradient of the parameter, by slot.
         is_touched: Whether this rank has contributed a gradient since the last reduction, by slot.
-        wait_for_step: Waits until a worker has stepped with these gradients.
+        wait_for_step: Function that waits until a worker has stepped with these gradients.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Gradients:
             dtype: Dtype of the mean.
             offloaded: Store of the mean; None if it is on the device.
             shard_specs: Elements of each slot that each rank steps, by slot.
-            wait_for_step: Waits until a worker has stepped with these gradients.
+            wait_for_step: Function that waits until a worker has stepped with these gradients.
         """
         self._plan = plan
         self._parameters = list(parameters)
@@ -115,7 +115,7 @@ class Gradients:
         self.is_touched = [False] * len(self._parameters)
         self._views: list[Tensor] = []  # by slot: `.grad` of the parameter
         self._grad_shards: WeakSet[_GradShard] = WeakSet()  # those of an offloaded mean
-        self._placeholders: dict[int, Tensor] = {}  # by slot: of its shape, without memory
+        self._placeholders: dict[int, Tensor] = {}  # by slot: same shape, no memory
         self._expected: set[int] = set()  # slots whose gradient has not arrived in this backward
         self._holds_mean = False  # further means are added to `main_grad`
         self._carried_mean: Tensor | None = None  # while `unsharded_grads` overwrites it
@@ -215,7 +215,7 @@ class Gradients:
         """Reduces zeros for ranks that are in a backward before this rank. Collective; waits.
 
         The result is added when this rank begins or ends its backward; until then the user sees and
-        zeroes the previous mean. The other ranks may go on to average over replicas.
+        zeroes the previous mean. The other ranks may then average over replicas.
         """
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         buffer = scratch.acquire(layout.numel, self._plan.dtype).zero_()
@@ -337,7 +337,7 @@ class Gradients:
                     self._set_param_grad(index)
 
     def restore_param_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Sets `.grad` to `grads`, a former result of `param_grads`."""
+        """Sets `.grad` to `grads`, an earlier result of `param_grads`."""
         with torch._C.DisableTorchFunctionSubclass():
             for index, grad in enumerate(grads):
                 if grad is not None:
@@ -355,8 +355,8 @@ class Gradients:
     def _assign_grad(self, index: int, grad: Tensor) -> None:
         """Sets `.grad`, wherever `.data` points.
 
-        torch compares sizes and devices with `.data`, so that it points at a placeholder of the
-        full shape for that moment.
+        torch compares sizes and devices with `.data`, so `.data` points at a placeholder of the
+        full shape during the assignment.
         """
         parameter = self._parameters[index]
         data = data_of(parameter)
@@ -549,7 +549,7 @@ class Gradients:
             self.unsharded_grads = None
 
     def _upcast(self) -> None:
-        """Gives an unsharded buffer that outlives a backward the dtype of the mean."""
+        """Casts an unsharded buffer that outlives a backward to the dtype of the mean."""
         if self._is_sharded or self._is_in_place or self.dtype == self._plan.dtype:
             return
         if self.unsharded_grads is not None and self.unsharded_grads.tensor.dtype == self.dtype:

@@ -242,7 +242,7 @@ def _with_base(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:
-    """A hook that waits for the all-gathers of the last step, which a graph would not do."""
+    """A hook that waits for the all-gathers of the last step, because a compiled graph does not."""
     inside = set(compiled.parameters())
     waited_for = [
         bucket

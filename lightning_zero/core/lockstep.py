@@ -83,8 +83,9 @@ class Lockstep:
     """Loops of one engine in which ranks advance together. See [Note: Lockstep].
 
     Attributes:
-        is_in_loop: Between `begin_loop` and `end_loop`.
-        barrier: See `CollectiveOrder`; `pass_boundary`, `note` and `note_write` likewise.
+        is_in_loop: Whether the engine is between `begin_loop` and `end_loop`.
+        barrier: `CollectiveOrder.barrier`. `pass_boundary`, `note` and `note_write` are methods of
+            `CollectiveOrder`, too.
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 

@@ -1,18 +1,18 @@
 """Memory and values for modules on the meta device, while the engine wraps parameters.
 
-[Note: Initialised in place] A module with parameters or buffers on the meta device gets memory. For
-parameters this is the unsharded buffer of their bucket. The module is initialised there, by its
+[Note: Initialized in place] A module with parameters or buffers on the meta device gets memory. For
+parameters this is the unsharded buffer of their bucket. The module is initialized there, by its
 `reset_parameters()`, then by the `_init_weights(module)` of the nearest enclosing module that has
-one. As soon as all modules with parameters in a bucket are initialised, the bucket is sharded. So
-in stage 3 one unit is unsharded at a time, beside the root.
+one. As soon as all modules with parameters in a bucket are initialized, the bucket is sharded. So
+in stage 3 one unit is unsharded at a time, in addition to the root.
 
-[Note: Order of initialisation] Modules are initialised in the order in which constructors end: an
+[Note: Order of initialization] Modules are initialized in the order in which constructors end: an
 inner module before the one that contains it. The random numbers do not depend on the stage or the
 number of ranks. If constructors only call `reset_parameters`, they are those of a construction on
 the device. The first module decides on tied parameters, and tensors that had values keep them.
-Every rank initialises; rank 0's values are kept.
+Every rank initializes; rank 0's values are kept.
 
-[Note: Nothing stays unset] Memory is filled with a sentinel before a module initialises itself. A
+[Note: Nothing stays unset] Memory is filled with a sentinel before a module initializes itself. A
 sentinel that remains is an error with the module and the tensor.
 """
 
@@ -53,7 +53,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _visits(root: nn.Module) -> list[_Visit]:
-    """Modules to initialise, in order. See [Note: Order of initialisation]."""
+    """Modules to initialize, in order. See [Note: Order of initialization]."""
     seen: set[nn.Module] = set()
 
     def walk(name: str, module: nn.Module, ancestors: tuple[nn.Module, ...]) -> Iterator[_Visit]:
@@ -87,7 +87,7 @@ def _initializers(ancestors: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]
 
 
 def check_can_materialize(module: nn.Module) -> None:
-    """Raises if modules on the meta device cannot be initialised, with their names. Local."""
+    """Raises if modules on the meta device cannot be initialized, with their names. Local."""
     lacking = [v for v in _visits(module) if not v.has_pending_values and not v.initializers]
     if not lacking:
         return
@@ -109,8 +109,8 @@ class _Materializer:
     """Gives memory and values to modules, one by one.
 
     Attributes:
-        filled: Buffers of buckets of which not all modules are initialised, by index of the bucket.
-        visits: Modules to initialise, in order.
+        filled: Buffers of the buckets that wait for modules, by index of the bucket.
+        visits: Modules to initialize, in order.
         waits_for: Number of modules that each bucket waits for.
     """
 
@@ -208,7 +208,7 @@ class _Materializer:
 def materialize(
     root: nn.Module, plans: Sequence[BucketPlan], device: torch.device, comm: Communicator
 ) -> Iterator[tuple[int, FlatBuffer | None]]:
-    """Yields every bucket as soon as its parameters have values. See [Note: Initialised in place].
+    """Yields every bucket as soon as its parameters have values. See [Note: Initialized in place].
 
     Collective: every rank, which must build each bucket before it continues.
 

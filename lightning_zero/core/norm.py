@@ -1,8 +1,8 @@
 """Norms and clipping of sharded gradients.
 
-Every rank computes the norms of the elements that it owns, one scalar is all-reduced over one of
-the equal replicas, and each rank scales its own shard. The results are those of
-`torch.nn.utils.clip_grad_norm_` on full gradients, without any all-gather.
+Every rank computes the norms of the elements that it owns. One scalar is all-reduced over the
+shards of one replica, since replicas are equal. Each rank scales its own shard. The results are
+those of `torch.nn.utils.clip_grad_norm_` on full gradients, without any all-gather.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Reducer:
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
 
     def complete(self, bucket: Bucket) -> None:
-        """Marks `bucket` as complete: it is reduced when the collective order comes to it."""
+        """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
         self._completed.append(bucket)
         if self.reduces:
             self._order.mark_ready(self._numbers[bucket])

@@ -1,4 +1,4 @@
-"""The step as hooks see it: which bucket is unsharded, resharded and reduced when.
+"""The schedule of a step: when each bucket is unsharded, resharded and reduced.
 
 [Note: Streams] layout/order.py explains in which order all-gathers and reductions are issued, and
 why no rank hangs. On this rank:
@@ -71,7 +71,7 @@ class SharedBuffers:
     """Buffers such as BatchNorm's statistics, which every rank copies from rank 0.
 
     They are copied when DDP copies them: before a forward, if an earlier one may have changed them,
-    even if the backward of that one is still to come.
+    even before the backward of the earlier one.
 
     Attributes:
         are_fresh: Whether they are unchanged since the last copy: no forward with gradients has run
@@ -101,7 +101,7 @@ class SharedBuffers:
         self.are_fresh = self.were_copied = True
 
     def share_again(self) -> None:
-        """Copies them again if `refresh` did, after each rank has written to them. Collective."""
+        """Repeats the copy of `refresh`, after each rank has written to buffers. Collective."""
         has_shared, self._has_shared = self._has_shared, False
         if has_shared:
             self._share()
@@ -412,7 +412,7 @@ class Schedule:
         if unit.is_unsharded and call in unit.entered:
             return  # reached before, by another output or the base of a view
         self._last_used = unit.name
-        if call.is_done:  # the graph is walked again
+        if call.is_done:  # the graph is traversed again
             call.is_done = False
             call.awaited = set(call.input_keys)
             unit.num_awaited += 1
@@ -422,7 +422,7 @@ class Schedule:
                 self.unsharder.unshard(unit)
                 self._recorder.begin_layer(Kind.BACKWARD, unit.name)
         else:
-            # torch.autograd.grad inside a forward: the graph will be walked again.
+            # torch.autograd.grad inside a forward: the graph will be traversed again.
             unit.stays_unsharded = True
             self.unsharder.unshard(unit)
 

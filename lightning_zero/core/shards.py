@@ -1,4 +1,4 @@
-"""What a rank stores of one bucket between uses: parameter shard, master, optimizer states.
+"""Shards of one bucket on this rank between uses: parameters, master, optimizer states.
 
 For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a store in its tier.
 `Bucket` decides when a shard is used; this module knows where it is stored.
@@ -48,9 +48,9 @@ class Shards:
 
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
-        own_ranges: By slot, the elements that this rank steps, as indices into its shard.
-        step_shapes: By slot, the shape in which this rank steps them.
-        is_stepped: By slot, whether this rank steps it: all of it, or a slice, which may be empty.
+        own_ranges: Elements that this rank steps, as indices into its shard, by slot.
+        step_shapes: Shape in which this rank steps them, by slot.
+        is_stepped: Whether this rank steps the slot or a slice of it, which may be empty, by slot.
         param_shard: Store of this rank's parameters: 1-D, own elements, parameter dtype. A slice of
             the unsharded buffer, or `all_gather_input`.
         all_gather_input: Store of the shard that an all-gather sends; None unless parameters are
@@ -127,10 +127,10 @@ class Shards:
         return int(self.all_gather_input is None and not self.replicates_optim)
 
     def rebind_to_unsharded(self, old: Tensor) -> None:
-        """Follows the unsharded buffer to its new memory; users hold the old memory, `old`.
+        """Switches to the new memory of the unsharded buffer; users hold the old memory, `old`.
 
-        They may assign it back. Its values are rounded from the master of this moment, so that this
-        master is restored then.
+        Users may assign `old` back. Its values are rounded from the current master, which is then
+        restored.
         """
         store = self._separate_master
         if store is not None:
@@ -145,7 +145,7 @@ class Shards:
     def init_master(self, values: Tensor) -> None:
         """Creates the store of a master with a copy of `values`: 1-D, own elements."""
         copy = values.to(self.plan.master_dtype, copy=True)
-        self.master = self.storage.make_main_store(self.plan.name, copy, self.plan.tiers.optim)
+        self.master = self.storage.make_master_store(self.plan.name, copy, self.plan.tiers.optim)
 
     def init_params(self) -> None:
         """Creates stores from the unsharded parameters, except for a master of another dtype."""
@@ -233,7 +233,7 @@ class Shards:
         self.mark_written()
 
     def all_gather_source(self) -> Source | None:
-        """What this rank sends in an all-gather; None if it is in the unsharded buffer already."""
+        """Shard that this rank sends in an all-gather; None: it is in the unsharded buffer."""
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             return self.reader.copy_to
@@ -308,7 +308,7 @@ class Shards:
     def slice_state(self, index: int, full: Tensor) -> Tensor:
         """A copy of this rank's elements of an optimizer state that is shaped like slot `index`.
 
-        In the master dtype, except for integers, which are quantization codes.
+        The copy has the master dtype, except for integers, which are quantization codes.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
         owned = self.owned(index)
@@ -317,7 +317,7 @@ class Shards:
         return part.to(device, dtype, copy=True)
 
     def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
-        """The file of optimizer state `key`, as long as the shard; initially zeros."""
+        """The file of optimizer state `key`, with the length of the shard; initially zeros."""
         if key not in self.state_stores:
             name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
             self.state_stores[key] = self.storage.make_optim_store(name, numel, dtype)

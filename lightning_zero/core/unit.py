@@ -76,7 +76,7 @@ class Unit:
             bucket.on_unsharded_change = self._count_bucket
 
     def track_in(self, unsharded_units: set[Unit]) -> None:
-        """Keeps `unsharded_units` up to date: it holds this unit while that is unsharded."""
+        """Keeps this unit in `unsharded_units` whenever it is unsharded."""
         self._unsharded_units = unsharded_units
         if self.is_unsharded and self.buckets:
             unsharded_units.add(self)
@@ -91,7 +91,7 @@ class Unit:
 
     @property
     def is_backward_done(self) -> bool:
-        """Whether this backward needs the parameters no more: all of them have their gradients."""
+        """Whether this backward no longer needs the parameters: all have their gradients."""
         if self.num_awaited > 0 or self.stays_unsharded:
             return False
         return all(
@@ -101,7 +101,7 @@ class Unit:
 
     @property
     def is_saved_for_backward(self) -> bool:
-        """Whether a graph that backward has not walked yet may hold views of the parameters."""
+        """Whether a graph that backward has not traversed may hold views of the parameters."""
         return any(bucket.is_saved_for_backward for bucket in self.buckets)
 
     @is_saved_for_backward.setter
@@ -161,7 +161,7 @@ class Unsharder:
         if not unit.buckets:
             return
         if not unit.is_unsharded:
-            unit.buckets[0].check_outside_transform()  # inside of one, ranks cannot agree
+            unit.buckets[0].check_outside_transform()  # inside a transform, ranks cannot agree
         may_repeat = (
             self._order.allows_uneven_calls
             and not torch.is_grad_enabled()

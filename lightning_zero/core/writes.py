@@ -57,7 +57,7 @@ class Fingerprint:
         return torch.equal(self._sums, _sums(tensor))
 
     def digest(self) -> bytes:
-        """Equal for equal bits at the same place of a buffer, on any device and rank.
+        """Digest: equal for equal bits at the same offset of a buffer, on any device and rank.
 
         Synchronizes with its device.
         """
@@ -91,7 +91,7 @@ def sum_of_bits(values: Tensor) -> Tensor:
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Whether both tensors are the same view of the same memory.
 
-    Called for every parameter in every pass, so it makes few calls.
+    Called for every parameter in every pass, so it must be cheap.
     """
     if one.dtype is not other.dtype or one.is_meta:
         return False
@@ -138,7 +138,7 @@ class WriteDetector:
         self._fingerprints: dict[int, Fingerprint] = {}  # by slot whose `.data` was read
 
     def watch(self) -> None:
-        """From now on, in-place writes are detected, too."""
+        """Starts to detect in-place writes."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._fingerprints = {}
 
@@ -191,7 +191,7 @@ def _own_bits(parameter: Tensor) -> Tensor:
     bucket: Any = placement.bucket
     part = bucket.masters.shard_views()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
-    return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: there are two zeros
+    return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: -0.0 equals 0.0
 
 
 def _full_tensor(tensor: Tensor) -> Tensor:

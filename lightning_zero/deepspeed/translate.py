@@ -371,7 +371,7 @@ def _offload(section: Section, stage: Stage, param_itemsize: int) -> OffloadConf
         if stage.shards_params:
             settings["ratio"] = ratio
         else:
-            section.ignore("ratio", "it needs stage 3, as in DeepSpeed; all is offloaded")
+            section.ignore("ratio", "it needs stage 3, as in DeepSpeed; everything is offloaded")
     if device == "nvme" and not stage.shards_params:
         why = (
             "below stage 3 DeepSpeed keeps the optimizer in CPU memory; for NVMe use "

@@ -77,7 +77,7 @@ def count_memory(
 
 
 def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
-    """Bytes held now in parameters, gradients, master parameters and files, by tier.
+    """Bytes held now in parameters, gradients, main parameters and files, by tier.
 
     Optimizer states in memory belong to the optimizer and are not counted here.
     """
@@ -101,7 +101,7 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
     """Bytes of CPU memory that a full checkpoint with Adam's states takes on rank 0.
 
     Counts parameters in their original dtypes, and for trained parameters Adam's states and the
-    master parameters, if these are wider.
+    main parameters, if these are wider.
     """
     total = 0
     for bucket in buckets:
@@ -110,7 +110,9 @@ def full_checkpoint_bytes(buckets: Iterable[Bucket]) -> int:
         slots = bucket.plan.layout.slots
         for slot, own, p in zip(slots, bucket.orig_dtypes, bucket.parameters, strict=True):
             if p.requires_grad:
-                num_states = _STATES_NUMEL + (own.itemsize < master.itemsize)
+                num_states = _STATES_NUMEL
+                if own.itemsize < master.itemsize:
+                    num_states += 1  # the main parameter
                 total += slot.numel * num_states * master.itemsize
     return total
 

@@ -76,7 +76,7 @@ class Engine:
 
     Args:
         module: Module to shard, on the device where it computes, or on the meta device, where the
-            `reset_parameters` of its modules initialise it. The values of rank 0 are used.
+            `reset_parameters` of its modules initialize it. The values of rank 0 are used.
         optimizers: One optimizer or several over parameters of `module`, with or without state.
             More can be attached later.
         config: Stage and sizes. None: stage 3 with defaults.
@@ -102,7 +102,7 @@ class Engine:
 
     Raises:
         ValueError: The module has no parameters, is on several devices, is held by another engine,
-            or is on the meta device and cannot initialise itself; an optimizer holds parameters of
+            or is on the meta device and cannot initialize itself; an optimizer holds parameters of
             another module or cannot be sharded; parameters partly share memory; the group size
             does not divide the number of ranks; or ranks differ in model, optimizers or settings.
         TypeError: An optimizer or the timeout has the wrong type.

@@ -180,7 +180,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             reason = "steps full tensors"
         warnings.warn(
             f"{type(optimizer).__name__} {reason}: its states stay in CPU memory instead of on "
-            "NVMe, and each step reads all master parameters at once.",
+            "NVMe, and each step reads all main parameters at once.",
             stacklevel=2,
         )
 
@@ -260,7 +260,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         if self._lacks_states:
             raise RuntimeError(
                 "the optimizer states were dropped when training ended: they were stored on NVMe "
-                "or a GPU and did not fit into CPU memory beside the module; save a checkpoint "
+                "or a GPU and did not fit into CPU memory with the module; save a checkpoint "
                 "before fit returns, as ModelCheckpoint does, or save the weights only."
             )
 

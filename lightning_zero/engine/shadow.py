@@ -1,7 +1,7 @@
 """A sharded copy of the trained module, such as an average of its weights.
 
 [Note: Shadows] For each bucket of the module there is one for the copy. It has the same layout, the
-dtype and tier of the master parameters, and holds the elements that this rank steps. That costs as
+dtype and tier of the main parameters, and holds the elements that this rank steps. That costs as
 much memory as one more optimizer state: 1/N if those are sharded. Only `gathered` unshards the
 copy. Inside `shard_views` the parameters of both modules are plain tensors of the same elements,
 1-D and in full precision, so that averaging, swapping and copying work as without sharding.
@@ -37,7 +37,7 @@ class Shadow:
     Args:
         engine: Engine that holds the trained module.
         module: The copy: full parameters of the same names and shapes. Rank 0's values are used.
-        device: Device of the shards. None: the device where master parameters are stepped.
+        device: Device of the shards. None: the device where main parameters are stepped.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ class Shadow:
 
     @contextmanager
     def shard_views(self, *, write_back: bool) -> Iterator[None]:
-        """Parameters of both modules are views of this rank's shard. Collective to write back.
+        """Context in which parameters of both modules are views of this rank's shard.
+
+        Collective with `write_back`.
 
         Args:
             write_back: Store the values of the trained module's views in its parameters, also in
@@ -102,7 +104,7 @@ class Shadow:
 
     @contextmanager
     def own_views(self) -> Iterator[None]:
-        """The shadow's parameters are views of this rank's shard. Local.
+        """Context in which the shadow's parameters are views of this rank's shard. Local.
 
         Inside, `module.to(...)` may move them; afterwards the shard is on its own device again.
         """
@@ -138,7 +140,7 @@ class _ShadowBucket(Bucket):
 
 
 def _tier(bucket: Bucket, device: torch.device | None) -> Tier:
-    """Tier of shards on `device`. None, or a CPU accelerator: the tier of the master parameters."""
+    """Tier of shards on `device`. None, or a CPU accelerator: the tier of the main parameters."""
     if device is None or bucket.device.type == "cpu":
         return Tier.DEVICE if bucket.plan.tiers.optim is Tier.DEVICE else Tier.CPU
     return Tier.CPU if device.type == "cpu" else Tier.DEVICE

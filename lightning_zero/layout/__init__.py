@@ -1,6 +1,6 @@
 """Layout of model states as integers and dataclasses. Imports no other package; needs no device.
 
-    stage       which model states are sharded: all that a ZeRO stage is
+    stage       the model states that a ZeRO stage shards
     config      `ZeroConfig`: the options of the engine
     offload     `OffloadConfig`, and the tier of each bucket
     flat        the flat layout of one bucket: slots, padding, the elements of each rank

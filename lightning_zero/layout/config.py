@@ -127,8 +127,8 @@ class ZeroConfig:
             the module computes. None: the dtypes of the module. For a dtype narrower than float32
             the optimizer steps float32 main parameters. All stages.
         keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
-            beside `param_dtype`: the name of a parameter, or of a module for all parameters below
-            it; the name of a class or base class of modules; a pattern of names, such as
+            instead of `param_dtype`: the name of a parameter, or of a module for all parameters
+            below it; the name of a class or base class of modules; a pattern of names, such as
             "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` does not
             cast; a mixed precision of the Trainer adds it. BatchNorm and other modules with running
             statistics always keep their dtype. All stages.
@@ -231,7 +231,7 @@ class ZeroConfig:
 
     @property
     def states(self) -> Stage:
-        """Which states are sharded."""
+        """The states that are sharded."""
         return STAGES[self.stage]
 
     def replace(self, **changes: Any) -> ZeroConfig:

@@ -8,10 +8,10 @@
     |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_owned_tensors
     |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
 
-Where the optimizer treats every element by itself, shard boundaries ignore parameter boundaries.
-Every rank then owns exactly 1/N, and its slice of a parameter is a contiguous range of row-major
-elements, possibly empty. Where the optimizer needs full tensors, each parameter lies in the shard
-of one rank, its owner, and a shard is as long as its tensors.
+Where the optimizer treats every element independently, shard boundaries ignore parameter
+boundaries. Every rank then owns exactly 1/N, and its slice of a parameter is a contiguous range of
+row-major elements, possibly empty. Where the optimizer needs full tensors, each parameter lies in
+the shard of one rank, its owner, and a shard has the length of its tensors.
 
 [Note: Shards of different lengths] Owned tensors in shards of equal length would need padding. The
 four large matrices of a transformer block would take 2.7 times their elements on 8 ranks, in every
@@ -93,7 +93,7 @@ class FlatLayout:
         owners: Sequence[int],
         world_size: int,
     ) -> FlatLayout:
-        """Lays named shapes out by owner: shard after shard, each as long as its tensors."""
+        """Lays named shapes out by owner: shard after shard, each of the length of its tensors."""
         placed: dict[int, Slot] = {}
         named = list(shapes)
         bounds = [0]

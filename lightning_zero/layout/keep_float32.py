@@ -1,4 +1,4 @@
-"""Which parameters keep their own dtype where the others become `param_dtype`.
+"""Parameters that keep their own dtype while the others become `param_dtype`.
 
 [Note: What autocast casts] `torch.autocast` casts all arguments of matrix products and
 convolutions, so their parameters may already be in 16 bits. Other operations use parameters without
@@ -15,8 +15,8 @@ input is common. So under autocast the following parameters stay in float32:
 Without autocast only equal dtypes work together, so only modules with running statistics keep
 theirs.
 
-[Note: Kept by their model] Models of transformers name the modules that need float32 beside 16
-bits, and cast inputs there: `_keep_in_fp32_modules_strict` for both 16-bit dtypes,
+[Note: Kept by their model] Models of transformers name the modules that need float32 in 16-bit
+training, and cast inputs there: `_keep_in_fp32_modules_strict` for both 16-bit dtypes,
 `_keep_in_fp32_modules` for float16. The names are patterns as transformers reads them: since
 version 5 they match anywhere in the name of a parameter, before that only entire components of it.
 """

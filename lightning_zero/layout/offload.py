@@ -1,10 +1,10 @@
-"""Tiers of shards: the options of a user, and the tier of each bucket.
+"""Tiers of shards: the user's options, and the tier of each bucket.
 
     offload_optimizer="cpu"              every optimizer shard in CPU memory, stepped by the CPU
     OffloadConfig("cpu", ratio=0.5)      every second bucket; the others stay on the device
     OffloadConfig("auto", ...)           device, then CPU, then NVMe, each up to its budget
 
-A bucket is not divided: one state of a model may span three tiers, the shard of one bucket has one.
+A bucket is not divided: one model state may span three tiers, but a shard of one bucket is in one.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def padded_bytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class Tier(Enum):
-    """Where a shard is stored between its uses."""
+    """Memory in which a shard is stored between its uses."""
 
     DEVICE = "device"
     CPU = "cpu"
@@ -60,7 +60,7 @@ class Tier(Enum):
     def is_offloaded(self, *, has_device_memory: bool) -> bool:
         """Whether a tensor of the device must be copied to be stored here.
 
-        `has_device_memory`: the device has memory of its own beside CPU memory.
+        `has_device_memory`: the device has memory of its own, separate from CPU memory.
         """
         return self is Tier.NVME or (self is Tier.CPU and has_device_memory)
 
@@ -217,7 +217,7 @@ class ShardBytes:
     """Bytes of one bucket's shards on one rank."""
 
     param: int  # 0 if parameters are replicated
-    # The main parameter, if it is a separate tensor, and two moments, as of Adam: the true size of
+    # The main parameter, if it is a separate tensor, and two moments, as for Adam: the true size of
     # an optimizer's states is known only after its first step.
     optim: int
     grad: int  # the averaged gradient
@@ -298,7 +298,7 @@ def _auto_budgets(
 
 
 def _allocate(left: dict[Tier, int], nbytes: int) -> Tier:
-    """Allocates `nbytes` of the fastest tier that has as many left."""
+    """Allocates `nbytes` of the fastest tier that has enough left."""
     for tier, free in left.items():
         if nbytes <= free:
             left[tier] -= nbytes

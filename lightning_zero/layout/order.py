@@ -1,8 +1,8 @@
 """The collective order: which all-gather or reduction comes next, agreed on by all ranks.
 
 [Note: Collective order] Every rank issues the same all-gathers and reductions in the same order.
-These are its *events*. No event follows from what one rank alone knows. A *pass* is what lies
-between two boundaries: in training a forward with its backward, otherwise a forward. A pass has a
+These are its *events*. No rank decides an event alone. A *pass* is the work between two
+boundaries: in training a forward with its backward, otherwise a forward. A pass has a
 *key*: its kind, the parameters that train, and the pass before it.
 
 * A pass with a new key is *negotiated*. A rank that needs a unit requests it in a round
@@ -18,7 +18,7 @@ between two boundaries: in training a forward with its backward, otherwise a for
   available gradients, and then requests the unit. The other ranks answer in the round at the end of
   their pass. Gradients that come after their reduction are *late*: they are reduced once more,
   after the end. Before its own backward such a rank reduces zeros; what the other ranks contributed
-  is stored where users do not see it, who may zero gradients, until the rank enters its backward. A
+  is kept separate from `.grad`, which users may zero, until the rank enters its backward. A
   schedule that often does not fit is dropped, and the next one needs twice as many equal logs.
 
 Why this does not deadlock:
@@ -41,9 +41,9 @@ Why this does not deadlock:
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
 
-A boundary is a round in which no rank requests a unit any more. Such rounds also carry what any
-rank has touched, stop requests, and hashes of what trains and of all calls that the ranks have
-made; a mismatch of these is an error on all ranks.
+A boundary is a round in which no rank requests a unit any more. Such rounds also carry the
+gradients that any rank has touched, stop requests, and hashes of the trainable parameters and of
+all calls that the ranks have made; a mismatch of these hashes is an error on all ranks.
 
 Where uneven calls are allowed, ranks leave one after the other (core/lockstep.py). A rank that has
 left takes part in the passes of the others in the same way: it issues their schedules, or answers.
@@ -102,9 +102,10 @@ class CollectiveOrder:
 
     Attributes:
         requests: Requests that ask for no unit.
-        stop_request: Returns the stop request of this rank; the lowest of all ranks counts.
-        allows_uneven_calls: Ranks may leave one after the other.
-        is_issuing: An event is being issued, and not all of its collectives have been.
+        stop_request: Function that returns the stop request of this rank; the lowest of all ranks
+            counts.
+        allows_uneven_calls: Whether ranks may leave one after the other.
+        is_issuing: Whether an event is being issued: some of its collectives are not issued yet.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class CollectiveOrder:
     def conclude_backward(self, *, is_complete: bool) -> None:
         """Records the pass, after `finalize_backward`.
 
-        `is_complete`: all that was touched had been reduced before; the same on every rank.
+        `is_complete`: all touched gradients had been reduced before; the same on every rank.
         """
         if not is_complete and self._ended is not None and self._ended.schedule is None:
             self._ended.key = None  # its log lacks the reductions that follow
@@ -322,7 +323,7 @@ class CollectiveOrder:
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = Pass(None)  # one in which no other rank takes part
+            self._pass = Pass(None)  # a pass in which no other rank takes part
         if may_repeat and unit in self._pass.used and unit not in self._pass.upcoming():
             self.begin("another forward of a step")
         self._pass.used.add(unit)
@@ -355,7 +356,7 @@ class CollectiveOrder:
 
     @property
     def next_unit(self) -> int | None:
-        """The unit whose all-gather is the next event of the schedule; None: it is another one."""
+        """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
         event = None if self._pass is None else self._pass.next
         return None if event is None or event >= self._backward_event else event
 
@@ -388,7 +389,7 @@ class CollectiveOrder:
         return True
 
     def _advance(self, stop: int, *, is_needed: bool = False) -> None:
-        """Issues the schedule up to index `stop`; `is_needed`: its last event is a unit in need."""
+        """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
         one = self._wait_for_begin()
         while one.schedule is not None and one.cursor < stop:
             event = one.schedule[one.cursor]
@@ -467,7 +468,7 @@ class CollectiveOrder:
     def expects_collectives(self) -> bool:
         """Whether to watch for collectives of the user's in this pass; the same on every rank.
 
-        A schedule is trusted where no pass has had such a collective.
+        A schedule is trusted if no pass has had one.
         """
         one = self._pass
         if one is None or not self._has_units:
@@ -525,7 +526,7 @@ class CollectiveOrder:
         return stop_request
 
     def barrier(self, name: str) -> int | None:
-        """Waits until all ranks have entered the call `name`: the lowest stop request of any rank.
+        """Waits until all ranks have entered call `name`; returns their lowest stop request.
 
         Collective. Until then this rank serves the requests of the others.
         """

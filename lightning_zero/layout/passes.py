@@ -173,8 +173,8 @@ def hoist_all_gathers(
         log: Events of a pass.
         numels: Elements of each unit.
         prefetch_numel: None: an all-gather passes the reductions since the previous all-gather. A
-            number: it also passes those before earlier all-gathers, as long as their units
-            together have no more elements. 0: it passes none.
+            number: it also passes those before earlier all-gathers, if their units
+            together have at most this many elements. 0: it passes none.
     """
     backward_event = len(numels)
     schedule: list[int] = []

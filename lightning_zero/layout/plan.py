@@ -2,7 +2,7 @@
 
 A *unit* is unsharded and resharded together: a module whose forward contains all uses of its
 parameters. A *bucket* is communicated in one collective. A unit has one bucket for each combination
-of dtype, trainability and optimizer, and more if a size limit divides it; beside 16-bit parameters,
+of dtype, trainability and optimizer, and more if a size limit divides it. With 16-bit parameters,
 all parameters that keep float32 (keep_float32.py) form one more. Parameters of full optimizers are
 not divided: each has an owner, which is assigned over the entire module.
 

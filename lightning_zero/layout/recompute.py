@@ -83,7 +83,7 @@ def apply_checkpointing(
     Args:
         module: The root.
         names: Qualified names.
-        preserve_rng_state: The second run draws the same random numbers, as for dropout.
+        preserve_rng_state: Whether the second run draws the same random numbers, as for dropout.
 
     Returns:
         A function that removes the checkpointing; a second call has no effect.

@@ -135,7 +135,7 @@ class Tally(NamedTuple):
 
 
 class _LocalActions(NamedTuple):
-    """What this rank did without the others before it entered a round; see `RoundClient`."""
+    """Actions of this rank alone before it entered a round; see `RoundClient`."""
 
     current_call: str
     num_writes: int
@@ -185,18 +185,18 @@ class RoundClient:
         return pending
 
     def wait(self, pending: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
-        """Waits for a round that has begun: its tally and its mask.
+        """Waits for a round that has begun; returns its tally and its mask.
 
         Args:
             pending: The round.
-            name: What this rank waits for, in reports.
+            name: Name of the wait, for reports.
         """
         with self._control_plane.waiting(name):
             result = pending.result()
         return self._accept(result)
 
     def run_round(self, vote: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
-        """`begin` and `wait`."""
+        """Runs one round: `begin`, then `wait`."""
         with self._control_plane.waiting(name):
             check = partial(self._check, name, self._local_actions(), False)
             result = self._control_plane.run_round(vote.numbers(), mask, check)
@@ -283,7 +283,7 @@ class RoundClient:
         )
 
     def _describe_actions(self, actions: _LocalActions) -> str:
-        """What one rank did alone, where that is known: the same text on every rank."""
+        """Describes what one rank did alone, if that is known; the same text on every rank."""
         rank, size = self._control_plane.rank, self._control_plane.size
         own = [
             actions.num_writes,

@@ -85,7 +85,7 @@ def as_integer(name: str, value: object, *, least: int) -> int:
 
 
 def byte_unit(nbytes: float) -> tuple[str, int]:
-    """The largest unit of which `nbytes` has at least one, and its bytes."""
+    """The largest unit that is at most `nbytes`, and its bytes."""
     return next((unit for unit in _UNITS if nbytes >= unit[1]), ("bytes", 1))
 
 

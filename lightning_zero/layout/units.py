@@ -6,10 +6,10 @@
 3. All other parameters, and those that two units share, belong to the root.
 
 [Note: Blocks in blocks] A member may itself contain repeated blocks: a stage of a vision model, or
-a stack between two layers. Unsharding it at once would need as much memory as the stack. So its
-blocks are the units if they are of one kind and run one after the other: they are in a
-`Sequential`, or no other member is of the kind of this one. A layer among layers of its kind is one
-unit whatever it contains, such as the experts of a mixture.
+a stack between two layers. Unsharding the member at once would need as much memory as the
+stack. So its blocks are the units if they are of one kind and run one after the other: they are in
+a `Sequential`, or no other member is of the kind of this one. A layer among layers of its kind is
+one unit whatever it contains, such as the experts of a mixture.
 """
 
 from __future__ import annotations

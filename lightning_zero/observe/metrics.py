@@ -181,7 +181,8 @@ def _in_flight_s(kind: Kind, sample: Sample) -> float:
 
 
 def _kind_metrics(kind: Kind) -> dict[str, Metric]:
-    key = f"zero/{'tier' if kind in _MOVES else 'comm'}/{kind.value}"
+    group = "tier" if kind in _MOVES else "comm"
+    key = f"zero/{group}/{kind.value}"
     exposed: dict[str, Metric] = {f"{key}_exposed_s": lambda s: s.recording.exposed_s(kind)}
     if kind is Kind.AGREE:  # a few bytes, always exposed
         return exposed

@@ -501,6 +501,9 @@ def _draw_bar(axes: Axes, bar: Bar, scale: Scale) -> None:
         **(_WAIT if span.is_wait else look),
     )
     if bar.text:
+        colour_of_text = INK if bar.is_outer else _ink_on(colour)
+        if span.is_wait:
+            colour_of_text = ALARM
         box = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
         axes.text(
             bar.text_s * 1e3,
@@ -509,7 +512,7 @@ def _draw_bar(axes: Axes, bar: Bar, scale: Scale) -> None:
             ha="center",
             va="center",
             fontsize=8,
-            color=ALARM if span.is_wait else INK if bar.is_outer else _ink_on(colour),
+            color=colour_of_text,
             bbox=box if span.is_wait else None,
             clip_on=True,
             zorder=4,

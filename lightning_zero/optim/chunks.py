@@ -7,9 +7,9 @@ files pass through buffers of fixed size, so the shard is stepped in chunks. Oth
 in place, or copied for the chunk.
 
 [Note: States in files] An optimizer creates its states in its first step, so their keys are not
-known in advance. Some are tensors as long as the slice (moments); each key of these moves to a file
-of its own, and `optimizer.state` then holds LazyTensors, which read the file when they are used.
-Every chunk gets a copy of all other states (a step counter).
+known in advance. Some are tensors of the slice's length (moments); each key of these moves to a
+file of its own, and `optimizer.state` then holds LazyTensors, which read the file when they are
+used. Every chunk gets a copy of all other states (a step counter).
 """
 
 from __future__ import annotations

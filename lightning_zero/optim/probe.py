@@ -58,7 +58,7 @@ class CannotShardError(ValueError):
 
 
 class StepKind(Enum):
-    """How an optimizer may be called."""
+    """Way in which an optimizer may be called."""
 
     BY_BUCKET = "one call for each bucket"
     AT_ONCE = "all slices in one call"
@@ -70,7 +70,7 @@ class ProbeResult:
     """Result of a probe.
 
     Attributes:
-        kind: How the optimizer may be called.
+        kind: Way in which the optimizer may be called.
         is_elementwise: Whether each element depends on itself alone; else on its full tensor.
     """
 
@@ -389,7 +389,7 @@ class _DividedRuns:
         return torch.allclose(undivided, values, rtol=tolerance, atol=atol)
 
     def kind(self, *, is_sliced: bool, counts: bool) -> StepKind:
-        """How the optimizer may be called: by bucket only if all bits stay the same.
+        """Way in which the optimizer may be called: by bucket only if all bits stay the same.
 
         Args:
             is_sliced: Whether slices are stepped, or full tensors.

@@ -8,7 +8,7 @@ as learning rates by layer, share the large ones.
 
 [Note: Blocks] Low-bit optimizers keep a scale for each block of elements, often only if a tensor
 has at least 4096 elements and is a multiple of the block (torchao, bitsandbytes). So the probe
-tensor of a parameter with at least 4096 elements has a multiple of 4096: all of it is quantised for
+tensor of a parameter with at least 4096 elements has a multiple of 4096: all of it is quantized for
 every block size that is a power of two up to 4096. It is divided at an odd element, where no block
 ends.
 
@@ -51,7 +51,7 @@ _WIDE_DTYPES = (torch.float64,)  # main parameters of other dtypes are float32
 
 @dataclass(frozen=True)
 class Division:
-    """How probe tensors are divided and stepped.
+    """Way to divide and step probe tensors.
 
     Attributes:
         is_sliced: Divide each tensor into two 1-D slices; else tensors are not divided.
@@ -96,7 +96,7 @@ class ProbeRun:
     Args:
         optimizer: The optimizer, which is not changed. See [Note: Only a copy is stepped].
         device: Device of the probe tensors.
-        division: How the probe tensors are divided and stepped.
+        division: Way to divide and step the probe tensors.
         rank: Rank whose pieces are stepped.
         flow: Traces the steps; its owners are the numbers of the (undivided) probe tensors.
         options: Options that replace those of the optimizer, by name.

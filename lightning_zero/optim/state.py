@@ -5,7 +5,7 @@ that the optimizer steps), such as Adam's moments. Other states (step counters) 
 ranks and are not sharded.
 
 [Note: Owned states] If a rank owns full parameters, only that rank has their states, exactly as the
-optimizer created them: of any shape (Adafactor's rows and columns), quantised, numbers, lists. For
+optimizer created them: of any shape (Adafactor's rows and columns), quantized, numbers, lists. For
 a checkpoint, the ranks exchange `TensorSpec`s of these states, and then the values, by one
 all-gather for each bucket in which every rank sends what it owns.
 
@@ -76,7 +76,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
 
 
 def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
-    """Refuses quantised states of a slice, whose blocks differ from those of the full tensor."""
+    """Refuses quantized states of a slice, whose blocks differ from those of the full tensor."""
     placement = placement_of(parameter)
     if not is_sliced(bucket_of(placement)):
         return

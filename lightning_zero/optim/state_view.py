@@ -55,7 +55,7 @@ def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
 
 @contextmanager
 def without_state_view(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, `optimizer.state` is the plain dict that the optimizer itself needs."""
+    """Context in which `optimizer.state` is the plain dict that the optimizer itself needs."""
     view: Any = optimizer.state
     if not isinstance(view, StateView):
         yield

@@ -201,7 +201,7 @@ class OptimizerStep:
 
     @contextmanager
     def _on_slices(self, call: str) -> Iterator[None]:
-        """Inside, parameters and states are slices, and operators that need full tensors raise."""
+        """Context in which parameters and states are slices; operators on full tensors raise."""
         members = parameters_of(self.optimizer)
         for bucket in self._stepping:
             bucket.masters.enter_step(has_grads=False)
@@ -475,7 +475,7 @@ class OptimizerStep:
 def _settings_of(optimizer: Optimizer) -> list[Any]:
     """Settings on which the result of a probe may depend.
 
-    Of a number only whether it is zero.
+    A number counts only as zero or not zero.
     """
     return [
         len(group["params"]) if key == "params" else _choice_of(value)

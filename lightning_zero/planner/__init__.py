@@ -7,7 +7,7 @@ an optimizer.
     memory      bytes of the model states between steps, by the engine's rules of allocation
     trace       one step on fake tensors: order of use and activations; of a deep model from a few
                 of its blocks
-    simulation  the schedule run on a trace: `Peak`, the memory of a step beside the model states
+    simulation  the schedule run on a trace: `Peak`, the memory of a step without the model states
     traffic     bytes between ranks and between tiers, and the time they take
     shapes      models known by name or by their Hugging Face config.json
     optimizers  the states that an optimizer keeps for each parameter

@@ -161,8 +161,8 @@ class Estimate:
     Attributes:
         choice: Stage and offload.
         ranks: Model states between steps, on every rank.
-        peak: Peak of device memory during a step, beside the model states.
-        staging_bytes: CPU memory for tensors in transfer, beside the NVMe buffers.
+        peak: Peak of device memory during a step, without the model states.
+        staging_bytes: CPU memory for tensors in transfer, without the NVMe buffers.
         traffic: Bytes that one step transfers.
         seconds: Seconds of one step by kind of transfer, and of the optimizer step on the CPU.
         machine: Hardware of the job.

@@ -157,7 +157,7 @@ def make_optimizers(
     other parameters.
 
     Args:
-        name: Name of the optimizer's class, in any case.
+        name: Name of the optimizer's class, in upper or lower case.
         named: Parameters by name.
         blocks: Qualified names of the model's repeated blocks.
 

@@ -2,10 +2,10 @@
 
 [Note: Simulated step] `StepSimulation` follows the rules of `Schedule`, `Unit` and `Gradients`, in
 a step whose schedule has been recorded, and uses the engine's `CollectiveOrder`. Units are
-prefetched or unsharded before their use; gradient buckets are filled, reduced and freed. Beside the
-model states, memory holds at each moment: unsharded units, unsharded gradient buckets, the receive
-buffers of a reduction, and activations. On the CPU, memory of a gradient bucket is reused for the
-next one until backward ends (`CountedScratch`).
+prefetched or unsharded before their use; gradient buckets are filled, reduced and freed. Besides
+the model states, memory holds at each moment: unsharded units, unsharded gradient buckets, the
+receive buffers of a reduction, and activations. On the CPU, memory of a gradient bucket is reused
+for the next one until backward ends (`CountedScratch`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CountedScratch:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak of one rank's device memory in a step, beside the model states.
+    """Peak of one rank's device memory in a step, without the model states.
 
     Attributes:
         unsharded_bytes: Bytes of unsharded parameters.
@@ -84,7 +84,7 @@ class Peak:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes beside the model states, less those that are freed."""
+        """Bytes in addition to the model states, minus those that are freed."""
         needed = self.unsharded_bytes + self.grad_bucket_bytes + self.activation_bytes
         return needed - self.freed_bytes
 
@@ -99,7 +99,7 @@ def simulate_step(
     accumulates: bool = False,
     rank: int = 0,
 ) -> Peak:
-    """Peak of device memory in a step, beside the model states.
+    """Peak of device memory in a step, without the model states.
 
     Args:
         plan: Plan of the engine.

@@ -5,8 +5,8 @@ which is reached once the work queued before it is done. Work of a device is mar
 that does it; a wait on the stream that waits, so that a host that queues work too late shows up as
 well. Reads and writes of files, and steps on the CPU, are marked on the host.
 
-[Note: Waits of other threads] The training does not stop while a thread beside it waits, such as
-the worker that steps. So such waits are not recorded; the thread that needs the result records its
+[Note: Waits of other threads] The training does not stop while another thread waits, such as the
+worker that steps. So such waits are not recorded; the thread that needs the result records its
 own wait for it.
 """
 
@@ -79,7 +79,7 @@ def _seconds_between(one: streams.Event, other: streams.Event) -> float:
     return milliseconds / 1e3
 
 
-_OWN_THREADS = "zero-"  # prefix of the names of threads beside the training
+_OWN_THREADS = "zero-"  # prefix of the names of the engine's background threads
 
 
 class Pending(Protocol):
@@ -147,7 +147,7 @@ class Recorder:
     def end(self) -> Recording:
         """Ends the window, and stops recording unless `start` was called. Waits for the device.
 
-        Spans in progress are in it up to now; if recording goes on, the next window has them, too.
+        Spans in progress are in it up to now, and in the next window if recording continues.
 
         Raises:
             RuntimeError: No window has begun.

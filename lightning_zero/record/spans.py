@@ -11,7 +11,7 @@ lower bounds, and exposed time is exact.
 
 [Note: Across windows] A span in flight at the end of a window is in that window up to its end, and
 in the next window, too, from before its begin. Its bytes count in the window in which it began. An
-example are the all-gathers after a step, for which the next forward waits.
+example is an all-gather after a step, for which the next forward waits.
 """
 
 from __future__ import annotations

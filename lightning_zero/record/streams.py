@@ -18,7 +18,7 @@ Event = torch.cuda.Event
 
 
 def make_stream(device: torch.device, *, is_high_priority: bool = False) -> Stream | None:
-    """Makes a stream beside the one that computes; returns None if `device` has no streams.
+    """Makes a side stream of `device`; returns None if `device` has no streams.
 
     Work on a stream of high priority starts before queued work of other streams.
     """

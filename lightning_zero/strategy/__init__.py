@@ -4,7 +4,7 @@ Imports the engine, checkpoint, planner and deepspeed. Only this package and lat
 lightning and Hydra.
 
     strategy          `ZeroStrategy`, which a user gives the Trainer; saving and loading of states
-    settings, schema  its arguments, checked, or chosen by the planner; their schema for Hydra.
+    settings, schema  arguments: their checks, the choice of stage "auto", the schema for Hydra.
                       Wrong settings are errors before any process group; a model that does not fit
                       into memory is an error in set-up
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the

@@ -66,7 +66,7 @@ class Averages:
         return len(self._shadows)
 
     def unwrap(self, device: torch.device | None) -> None:
-        """Leaves the callbacks full averages on `device`; None: without values. Collective."""
+        """Gives the callbacks full averages on `device`; None: without values. Collective."""
         for shadow in self._shadows:
             shadow.unwrap(device)
         self.restore_methods()
@@ -142,7 +142,7 @@ def check_restorable(checkpoint: Mapping[str, Any]) -> None:
     if is_stochastic or "averaging_state" in checkpoint:
         raise ValueError(
             "the checkpoint holds averages of weights, which their callback cannot restore into "
-            "parameters on the meta device; materialise the module before fit "
+            "parameters on the meta device; materialize the module before fit "
             "(module.to_empty(device=...))."
         )
 

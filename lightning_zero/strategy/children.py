@@ -33,7 +33,7 @@ class ProcessSnapshot:
     """State of the process that becomes rank 0, before the launch changes it.
 
     With the process group and the environment variables left in place, the next job of this process
-    would take its ranks for started. The number of threads is reduced to a rank's share.
+    would assume that its ranks have started. The number of threads is reduced to a rank's share.
     """
 
     environment: dict[str, str]
@@ -65,7 +65,7 @@ _END_S = 90.0  # longer than ranks wait for each other after an exception
 
 
 class Children(threading.Thread):
-    """Thread on rank 0 of a node that watches the node's other ranks. Not started without any.
+    """Thread on rank 0 of a node that watches the node's other ranks, if there are any.
 
     It is also the record of the launch (see `current`). A second Trainer of the same job finds
     there the ranks that the first one has started, and the next job of a sweep can end them.

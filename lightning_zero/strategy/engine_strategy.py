@@ -8,7 +8,7 @@ failed or has fewer batches.
     before the engine   parameters that `configure_model` has built as shards, and the master
                         parameters of a checkpoint that was opened
     during a run        the engine, and the averages of callbacks
-    after a run         the closed engine with its optimizers' shards, and the master parameters on
+    after a run         the closed engine with its optimizers' shards, and the main parameters on
                         rank 0: a late save can still build full states from them
 """
 
@@ -221,7 +221,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_regrouped = self._keeps_full_module = None  # state of the run before
+        self._has_regrouped = self._keeps_full_module = None  # state of the previous run
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -510,7 +510,7 @@ def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
 
 
 def _masters_bytes(bucket: Bucket) -> int:
-    """Bytes of the master parameters that rank 0 keeps for a late save of a 16-bit module."""
+    """Bytes of the main parameters that rank 0 keeps for a late save of a 16-bit module."""
     dtype = bucket.plan.master_dtype
     is_narrow = any(own.itemsize < dtype.itemsize for own in bucket.orig_dtypes)
     return bucket.plan.layout.numel * dtype.itemsize if is_narrow else 0

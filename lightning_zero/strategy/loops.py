@@ -37,7 +37,7 @@ __all__ = ["LockstepLoops", "StopRequest", "replace_empty_loader", "name_of_batc
 # Lightning has no hook between batches that may end training, and none for the signal handler.
 _CHECK_SIGTERM = "_broadcast_sigterm_tensor"
 _HANDLE_SIGTERM = "_sigterm_notifier_fn"
-# Lightning has no hook between the last batch and the first collective after it, which synchronises
+# Lightning has no hook between the last batch and the first collective after it, which synchronizes
 # metrics, so these methods of the running loop are wrapped. The first one ends a data loader's
 # batches (the prediction loop lacks it), the second one ends the loop.
 _END_OF_LOADER = "_store_dataloader_outputs"
@@ -195,7 +195,7 @@ def _serve_until_all_end(lockstep: Lockstep, metrics: list[str], *, is_end: bool
     if any(names != metrics for names, _ in ends):
         listed = ", ".join(f"rank {rank} {names}" for rank, (names, _) in enumerate(ends))
         raise RuntimeError(
-            "at the end of a data loader the ranks would synchronise different metrics and hang: "
+            "at the end of a data loader the ranks would synchronize different metrics and hang: "
             f"{listed}; give every rank a batch of each data loader, and log the same names with "
             "sync_dist=True on all ranks."
         )
@@ -203,7 +203,7 @@ def _serve_until_all_end(lockstep: Lockstep, metrics: list[str], *, is_end: bool
 
 
 def _synchronised_metrics(loop: Any) -> list[str]:
-    """Names of the metrics that are synchronised at the end of a data loader."""
+    """Names of the metrics that are synchronized at the end of a data loader."""
     results = loop.trainer._results
     if loop.trainer.sanity_checking or results is None:
         return []

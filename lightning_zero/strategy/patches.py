@@ -15,10 +15,10 @@ __all__ = ["Patches"]
 
 
 class Patches:
-    """Methods of single objects that replace those of their classes, until `undo`.
+    """Methods of individual objects that replace those of their classes, until `undo`.
 
-    A method that the user has patched, for a tracer say, is called by our patch and restored
-    afterwards.
+    A method that the user has patched, for example for a tracer, is called by our patch and
+    restored afterwards.
     """
 
     def __init__(self) -> None:

@@ -70,7 +70,7 @@ class ZeroPrecision(Precision):
 
 
 class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
-    """The module in 16 bits ("bf16-true", "16-true"), with float32 master parameters.
+    """The module in 16 bits ("bf16-true", "16-true"), with float32 main parameters.
 
     Parameters that models of transformers keep in float32 stay so: see keep_float32.py.
     """
@@ -111,7 +111,7 @@ class ZeroDoublePrecision(ZeroPrecision, DoublePrecision):
 
 
 class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
-    """Unsharded parameters in 16 bits under autocast, with float32 master parameters.
+    """Unsharded parameters in 16 bits under autocast, with float32 main parameters.
 
     For "bf16-mixed" and "16-mixed". Parameters that autocast does not cast stay in float32: see
     keep_float32.py.

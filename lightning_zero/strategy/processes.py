@@ -92,7 +92,7 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there are several ranks: the Trainer then shards data and synchronises logs."""
+        """Whether there are several ranks: the Trainer then shards data and synchronizes logs."""
         return self.num_nodes * self.num_processes > 1
 
     @property

@@ -88,15 +88,17 @@ class Saving:
     `is_async`: writes them during training.
     """
 
-    def __init__(self, form: CheckpointType, *, is_async: bool) -> None:
-        if form not in _CHECKPOINT_TYPES:
-            raise ValueError(f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {form!r}.")
-        if is_async and form == "full":
+    def __init__(self, checkpoint_type: CheckpointType, *, is_async: bool) -> None:
+        if checkpoint_type not in _CHECKPOINT_TYPES:
+            raise ValueError(
+                f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {checkpoint_type!r}."
+            )
+        if is_async and checkpoint_type == "full":
             raise ValueError(
                 'async_save needs sharded checkpoints, got checkpoint="full"; use '
                 'checkpoint="sharded", or lightning.pytorch.plugins.AsyncCheckpointIO.'
             )
-        self._form = form
+        self._checkpoint_type = checkpoint_type
         self._is_async = is_async
         # Not a daemon thread: the process waits for it before it exits.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="zero-save")
@@ -110,13 +112,13 @@ class Saving:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has the settings, and its own saves.
-        return partial(Saving, is_async=self._is_async), (self._form,)
+        return partial(Saving, is_async=self._is_async), (self._checkpoint_type,)
 
     # ---------------------------------------------------------------- full or sharded
 
     def check(self, checkpoint_io: CheckpointIO | None) -> None:
         """Raises if a user's `CheckpointIO` is combined with sharded checkpoints."""
-        if self._form == "sharded" and is_user_io(checkpoint_io):
+        if self._checkpoint_type == "sharded" and is_user_io(checkpoint_io):
             raise ValueError(
                 f'checkpoint="sharded" does not use a CheckpointIO, got '
                 f'{type(checkpoint_io).__name__}; use checkpoint="full", or leave out '
@@ -147,8 +149,8 @@ class Saving:
 
     def is_sharded(self, module: nn.Module, checkpoint_io: CheckpointIO | None) -> bool:
         """Whether a checkpoint is a sharded one; see `decide`."""
-        if self._form != "auto":
-            return self._form == "sharded"
+        if self._checkpoint_type != "auto":
+            return self._checkpoint_type == "sharded"
         if is_user_io(checkpoint_io):
             return False
         if self._is_sharded is not None:
@@ -164,7 +166,7 @@ class Saving:
         neither kind replaces the other, so there a run keeps the kind of `resumed`, the checkpoint
         from which it resumes: it may write to that name again.
         """
-        if self._form != "auto":
+        if self._checkpoint_type != "auto":
             return
         if resumed is not None and is_remote(resumed) and not is_download(resumed):
             is_full = not is_sharded(locate(resumed))
@@ -216,7 +218,7 @@ class Saving:
             checkpoint: Checkpoint as assembled by Lightning.
             filepath: Path of the checkpoint. Rank 0's is used.
             engine: Engine that holds the state.
-            last_masters: After fit, the master parameters that rank 0 has kept.
+            last_masters: After fit, the main parameters that rank 0 has kept.
 
         Raises:
             OSError: The checkpoint, or the save in flight before it, could not be written. In the
@@ -321,13 +323,13 @@ class Saving:
 
         Warns if the deletion fails: the save has succeeded, and other ranks have not failed.
         """
-        place = locate(filepath)
+        path = locate(filepath)
         if not self._in_flight:
-            _remove_or_warn(place)
+            _remove_or_warn(path)
             return
         save = self._in_flight[0]
         self._in_flight.append(
-            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(place))
+            self._thread.submit(lambda: None if save.exception() else _remove_or_warn(path))
         )
 
     def free(self) -> None:

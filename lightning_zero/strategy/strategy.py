@@ -152,8 +152,8 @@ class ZeroStrategy(EngineStrategy):
             dtype of its precision. "float32" under "bf16-mixed" leaves the casts to autocast, as
             DDP does, for twice the parameter bytes.
         keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
-            beside `param_dtype`: the name of a parameter, or of a module for all parameters below
-            it; the name of a class or base class of modules; a pattern of names, such as
+            instead of `param_dtype`: the name of a parameter, or of a module for all parameters
+            below it; the name of a class or base class of modules; a pattern of names, such as
             "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` does not
             cast; a mixed precision of the Trainer adds it. BatchNorm and other modules with running
             statistics always keep their dtype. All stages.
@@ -590,7 +590,7 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads this rank's shard of the module and the master parameters. Collective."""
+        """Loads this rank's shard of the module and the main parameters. Collective."""
         module = self.lightning_module
         assert module is not None
         awaited: dict[str, Tensor] = {}

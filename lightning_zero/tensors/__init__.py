@@ -4,10 +4,10 @@
     freed       reads of freed memory: NaN or an error
     guarded     sharded parameters, which are unsharded when they are used
     lazy        `LazyTensor`: values that are read from a file when they are used
-    shard_spec  which elements of a parameter each rank has
+    shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
     full_view   gathered values of a sharded tensor, to be read and written
-    composite   tensors made of tensors, such as quantised states
+    composite   tensors made of tensors, such as quantized states
     ties        parameters that share memory, which become one parameter
     meta        parameters without memory: on the meta device, or dropped after training
 

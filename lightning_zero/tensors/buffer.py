@@ -69,7 +69,7 @@ class FlatBuffer:
         return self._nbytes if self.is_allocated else 0
 
     def allocate(self) -> None:
-        """Allocates memory for the storage again, uninitialised except for zero padding."""
+        """Allocates memory for the storage again, uninitialized except for zero padding."""
         if self.is_allocated:
             return
         refill(self.tensor.untyped_storage(), self._nbytes, self._spare)
@@ -98,7 +98,7 @@ class FlatBuffer:
         """Moves the buffer to new memory; views that users hold keep the old memory.
 
         Args:
-            copies: Copy the values; else the memory is uninitialised except for zero padding.
+            copies: Copy the values; else the memory is uninitialized except for zero padding.
         """
         old = self.tensor
         self.is_allocated = True
@@ -150,7 +150,7 @@ class ScratchPool:
 
     Args:
         device: Device of the buffers.
-        allocate: Returns a new 1-D tensor of so many elements of a dtype; None: `torch.empty`.
+        allocate: Function of (numel, dtype) that returns a new 1-D tensor; None: `torch.empty`.
         max_kept: Maximum number of unused buffers that are kept, on CPU; 0 on other devices.
     """
 
@@ -167,7 +167,7 @@ class ScratchPool:
         self._spare: list[Tensor] = []  # unused buffers: 1-D, one storage each
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns an uninitialised 1-D tensor of `numel` elements, until `release`."""
+        """Returns an uninitialized 1-D tensor of `numel` elements, until `release`."""
         nbytes = numel * dtype.itemsize
         fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
         if not fitting:

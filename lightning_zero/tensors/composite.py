@@ -1,7 +1,7 @@
-"""Tensors made of tensors, such as the quantised states of torchao's optimizers.
+"""Tensors made of tensors, such as the quantized states of torchao's optimizers.
 
 Such a tensor holds codes, scales and other inner tensors, which torch's protocol for wrapper
-subclasses (`__tensor_flatten__`) lists. Copying it into a plain tensor would dequantise it, so code
+subclasses (`__tensor_flatten__`) lists. Copying it into a plain tensor would dequantize it, so code
 that moves, counts or stores optimizer states works on the inner tensors.
 """
 

@@ -58,7 +58,7 @@ def free(storage: Any, spare: Any) -> Any:
 
 
 def refill(storage: Any, nbytes: int, spare: Any) -> None:
-    """Allocates uninitialised memory for a freed `storage`."""
+    """Allocates uninitialized memory for a freed `storage`."""
     if spare is not None:
         spare.resize_(nbytes)
         storage._swap_data_ptr_(spare)

@@ -24,7 +24,7 @@ __all__ = ["FullTensorView", "ShardedOrigin", "is_writing"]
 
 
 class ShardedOrigin(Protocol):
-    """The sharded tensor of which a `FullTensorView` has the values."""
+    """The sharded tensor whose values a `FullTensorView` has."""
 
     @property
     def name(self) -> str:

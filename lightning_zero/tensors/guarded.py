@@ -278,7 +278,7 @@ def placement_of(parameter: Tensor) -> Placement:
 
 @contextmanager
 def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Inside, guarded parameters are plain, for code that moves modules but reads no values."""
+    """Context in which guarded parameters are plain, for code that moves modules unread."""
     guarded = [p for p in parameters if isinstance(p, GuardedParameter)]
     for parameter in guarded:
         unguard(parameter)
@@ -450,7 +450,7 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
 }
 
-# Functions of whose second argument only the shape is used.
+# Functions that use only the shape of their second argument.
 _SHAPED_AS: dict[Any, Callable[..., Any]] = {
     Tensor.view_as: Tensor.view,
     Tensor.reshape_as: Tensor.reshape,

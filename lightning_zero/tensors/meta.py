@@ -192,7 +192,7 @@ def _guard(parameter: nn.Parameter) -> None:
 
 @contextmanager
 def accepting_pending_values(module: nn.Module) -> Iterator[None]:
-    """Around loading into `module`: dropped parameters may get pending values."""
+    """Context of loading into `module`: dropped parameters may get pending values."""
     dropped = [parameter for parameter in module.parameters() if is_dropped(parameter)]
     for parameter in dropped:
         unguard(parameter)

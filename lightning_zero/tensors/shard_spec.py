@@ -1,4 +1,4 @@
-"""Which elements of one parameter each rank has, and access to the elements of this rank."""
+"""Elements of one parameter that each rank has, and access to the elements of this rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of which this rank has a shard: `p.grad` before a step, `p.data` while sharded.
+"""Sharded tensors: `p.grad` before a step, `p.data` while sharded.
 
 [Note: Sharded tensors] Shape, dtype, stride and other metadata are those of the full tensor. The
 local values are a range of its row-major elements, possibly empty. Operators with torch's tag
@@ -62,9 +62,9 @@ class ShardedTensor(Tensor):
     """This rank's shard of a tensor. See [Note: Sharded tensors].
 
     Attributes:
-        spec: Which elements this rank has.
-        role: "p.grad", "p.data" or "optimizer.state": what the tensor is of the parameter, or was
-            computed from.
+        spec: Elements that each rank has.
+        role: "p.grad", "p.data" or "optimizer.state": role of the tensor, or of the tensor from
+            which it was computed.
         is_tracked: Whether it was computed from a tensor that requires a gradient. See
             [Note: No gradient].
     """
@@ -86,7 +86,7 @@ class ShardedTensor(Tensor):
 
         Args:
             shard: The local elements.
-            spec: Which elements these are.
+            spec: Elements that each rank has.
             role: See `ShardedTensor`.
             like: Has the dtype and the device of the elements.
             shape: Full shape; None: that of the parameter.
@@ -616,7 +616,9 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
     if not isinstance(sharded, ShardedTensor) or written_by(func, args, kwargs):
         _first_of(args, kwargs)._refuse(name)
     dim = given.get("dim")
-    dims = dim if isinstance(dim, (list, tuple)) else () if dim is None else (dim,)
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    if dim is None:
+        dims = ()
     if name in ("max", "min") and "dim" in given:
         sharded._refuse(name, "it has no indices of the full tensor")
     if dims and {d % max(sharded.dim(), 1) for d in dims} != set(range(max(sharded.dim(), 1))):

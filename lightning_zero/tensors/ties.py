@@ -225,7 +225,7 @@ def _check_each_element_once(memory: _MemoryRange) -> None:
 def _pairs(memory: list[_MemoryRange]) -> Iterator[tuple[_MemoryRange, _MemoryRange]]:
     """Pairs that share an element, where the first one (in the order of `memory`) is a parameter.
 
-    Several equal ranges give a pair with the first of them each.
+    Several equal ranges each give a pair with the first of them.
     """
     order = {id(one): index for index, one in enumerate(memory)}
     reach: list[_MemoryRange] = []  # ranges that may extend beyond the next start

@@ -47,7 +47,7 @@ class GradQueue:
             self._queue.remove(grad)
 
     def copy(self, source: Tensor, target: Tensor, name: str) -> streams.Event | None:
-        """Copies the mean of bucket `name` from the device to CPU memory beside the computation."""
+        """Copies the mean of bucket `name` from the device to CPU memory during computation."""
         if self._stream is None:
             target.copy_(source)
             return None

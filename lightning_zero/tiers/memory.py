@@ -40,7 +40,7 @@ class _Pages(mmap.mmap):
 
 
 def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
-    """Allocates uninitialised CPU memory: 1-D, uint8, `nbytes`, at a multiple of 4096.
+    """Allocates uninitialized CPU memory: 1-D, uint8, `nbytes`, at a multiple of 4096.
 
     The pages are mapped directly: `torch.empty(pin_memory=True)` rounds up to a power of two.
 

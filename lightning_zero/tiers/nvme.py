@@ -88,7 +88,7 @@ class Transfer:
             self._finish()
 
     def abandon(self) -> None:
-        """Marks it as done after an interrupt in `begin`; a thread may still move a block."""
+        """Marks this as done after an interrupt in `begin`; a thread may still move a block."""
         self.cancel()
         with self._lock:  # a thread may end its last block at this moment
             if not self.is_done:
@@ -201,7 +201,7 @@ class NvmeFile:
                 self._in_flight.append(new)
                 new.begin(blocks, store.writing if is_write else store.reading)
             except BaseException:
-                new.abandon()  # else a later transfer would wait for it without end
+                new.abandon()  # otherwise a later transfer would wait for it forever
                 raise
         return new
 

@@ -304,7 +304,7 @@ class Storage:
         """Makes a store of `values` (1-D), whose memory it may keep."""
         return self._keep(f"{name}.param", values, tier, self._param)
 
-    def make_main_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
+    def make_master_store(self, name: str, values: Tensor, tier: Tier) -> ShardStore:
         """As `make_param_store`, for the main parameters."""
         return self._keep(f"{name}.master", values, tier, self._optimizer)
 

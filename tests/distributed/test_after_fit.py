@@ -166,7 +166,7 @@ def _states(rank, world_size, folder):
         engine.comm.close()
         kept.append(bool(engine.optimizers[0].state))
         if not kept[-1]:
-            with pytest.raises(RuntimeError, match="beside the module"):
+            with pytest.raises(RuntimeError, match="with the module"):
                 engine.optimizers.check_has_states()
     return kept
 

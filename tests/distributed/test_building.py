@@ -25,7 +25,7 @@ UNSHARDED_NUMEL = 2**17
 
 
 class BuiltGPT(GPTModule):
-    """Built in `configure_model` or at once, and initialised by the GPT's own `apply`."""
+    """Built in `configure_model` or at once, and initialized by the GPT's own `apply`."""
 
     def __init__(self, is_late, **kwargs):
         Recorder.__init__(self, **kwargs)

@@ -350,9 +350,9 @@ def test_a_trainer_whose_ranks_differ_ends_on_all_with_the_first_difference(stag
 @pytest.mark.parametrize(
     ("what", "meant"),
     [
-        ("shape", "Linear.weight, number 1 of what configure_model has built: shape is (4096, 1)"),
-        ("layer", "of what configure_model has built: it is present on rank 0 and missing on"),
-        ("uses", "Linear.weight, number 4 of what configure_model has built: shape is (64, 64) on"),
+        ("shape", "Linear.weight, parameter 1 that configure_model has built: shape is (4096, 1)"),
+        ("layer", "that configure_model has built: it is present on rank 0 and missing on"),
+        ("uses", "Linear.weight, parameter 4 that configure_model has built: shape is (64, 64) on"),
     ],
 )
 def test_ranks_that_build_different_modules_in_configure_model_err_before_anything_is_gathered(

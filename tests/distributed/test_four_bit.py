@@ -83,7 +83,7 @@ def test_a_run_is_resumed_with_the_codes_and_scales_that_were_saved(tmp_path, li
     # bitsandbytes recomputes the mean of the scales for saving: no other weights can be loaded.
     seeds = (0, 0) if library == "bitsandbytes" else (1, 2)
     run_ranks(2, _fit, settings(3), library, None, first, 1, 0, has_group=False)
-    # The module that resumes has quantised other weights; those of the checkpoint are used.
+    # The module that resumes has quantized other weights; those of the checkpoint are used.
     spec = settings(2, checkpoint="sharded")
     run_ranks(2, _fit, spec, library, first, second, 2, seeds[0], has_group=False)
     last = (settings(3), library, second, None, 3, seeds[1])

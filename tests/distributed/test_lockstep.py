@@ -130,18 +130,18 @@ def test_a_metric_synchronised_in_each_batch_needs_equal_numbers_of_batches():
 class EmptyModule(RaggedModule):
     """Rank 1 has no batch of the second loader."""
 
-    is_synchronised = False
+    is_synchronized = False
 
     def val_dataloader(self):
         return [DataLoader(Ids(2)), DataLoader(EndlessIds(3 - 3 * self.global_rank))]
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
         loss = self.part_loss(batch, 0)
-        self.log("val", loss, sync_dist=self.is_synchronised or dataloader_idx == 0)
+        self.log("val", loss, sync_dist=self.is_synchronized or dataloader_idx == 0)
 
 
 class EmptySynchronisedModule(EmptyModule):
-    is_synchronised = True
+    is_synchronized = True
 
 
 def test_a_rank_without_a_batch_is_an_error_only_where_metrics_would_wait_for_it():

@@ -1,4 +1,4 @@
-"""Optimizers with quantised states step as in one process, and the states are saved as they are."""
+"""Optimizers with quantized states step as in one process, and the states are saved as they are."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ X = torch.linspace(-2, 2, 48).view(6, 8)
 
 
 def assert_equal_bits(one, other):
-    """Compares two trees of states, including the inner tensors of quantised ones."""
+    """Compares two trees of states, including the inner tensors of quantized ones."""
     one, other = flatten_composites(one), flatten_composites(other)
     if isinstance(other, dict):
         assert set(one) == set(other)

@@ -1,4 +1,4 @@
-"""Modules on the meta device get memory unit by unit, and values by initialising themselves."""
+"""Modules on the meta device get memory unit by unit, and values by initializing themselves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = [1, 2, 3]
 
 
 class Scale(nn.Module):
-    """A parameter and a buffer that it initialises itself, and an inner module."""
+    """A parameter and a buffer that it initializes itself, and an inner module."""
 
     def __init__(self, width):
         super().__init__()
@@ -36,7 +36,7 @@ class Scale(nn.Module):
     def reset_parameters(self):
         nn.init.normal_(self.scale)
         nn.init.uniform_(self.offset)
-        nn.init.zeros_(self.inner.bias)  # of the inner module, which is initialised before
+        nn.init.zeros_(self.inner.bias)  # of the inner module, which is initialized before
 
     def forward(self, x):
         return self.inner(x) * self.scale + self.offset
@@ -92,7 +92,7 @@ def test_values_are_those_of_construction_in_every_stage_and_on_every_rank(world
 
 
 class Lone(nn.Module):
-    """A parameter and a buffer that nothing initialises."""
+    """A parameter and a buffer that nothing initializes."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Lone(nn.Module):
 
 
 class Forgetful(Scale):
-    """Initialises one tensor of two."""
+    """Initializes one tensor of two."""
 
     def reset_parameters(self):
         nn.init.normal_(self.scale)
@@ -133,7 +133,7 @@ def test_a_module_all_on_meta_needs_a_device():
 
 
 class Family(nn.Module):
-    """Initialises its inner modules, as Hugging Face's models do."""
+    """Initializes its inner modules, as Hugging Face's models do."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ def test_one_unit_is_unsharded_at_a_time_beside_the_root():
 
 
 class Stubborn(nn.Linear):
-    """A layer that cannot initialise itself, with a buffer that it saves."""
+    """A layer that cannot initialize itself, with a buffer that it saves."""
 
     reset_parameters = None
 
@@ -347,7 +347,7 @@ def _load(rank, world_size, form):
 
 
 @pytest.mark.parametrize(("world_size", "form"), [(1, "sharded"), (2, "full")])
-def test_values_of_a_checkpoint_need_no_initialisation(world_size, form):
+def test_values_of_a_checkpoint_need_no_initialization(world_size, form):
     for found in run_ranks(world_size, _load, form, has_group=False):
         assert found["validated"][0] == found["validated"][1]
         for key in ("resumed", "weights"):

@@ -168,7 +168,7 @@ def swap_in_forward(run):
 
 
 def clamp_in_forward(run):
-    """`weight.data.clamp_()` before and after the use, as in quantised and spectral layers."""
+    """`weight.data.clamp_()` before and after the use, as in quantized and spectral layers."""
 
     def clamp(block):
         block.weight.data.clamp_(-0.1, 0.1)

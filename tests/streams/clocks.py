@@ -86,7 +86,7 @@ class Clocks:
             _join(self._times[stream], self._events.get(event, {}))
 
     def wait_on_host(self, event: int, why: str | None) -> None:
-        """The host stands still until `event`; None: that is no synchronisation."""
+        """The host stands still until `event`; None: that is no synchronization."""
         with self._lock:
             self.wait(HOST, event)
             if why is not None:
