@@ -181,7 +181,7 @@ class ShardedSave:
     plan_cache: SavePlanCache  # from earlier saves over this channel
     # The directory being written; on rank 0, for a local target.
     _staged: StagedDirectory | None = field(default=None, init=False)
-    # Remote metadata may already name this save's folder, so that it must not be deleted.
+    # Remote metadata may already name this save's folder; then the folder must not be deleted.
     _may_be_referenced: bool = field(default=False, init=False)
 
     @classmethod
@@ -195,8 +195,8 @@ class ShardedSave:
     ) -> ShardedSave:
         """Agrees on the entries to be written. Collective: every rank.
 
-        The entries and their names are those of rank 0's `checkpoint`, so hooks that change it
-        only on rank 0 take effect, as with a full checkpoint. Every other rank passes its
+        The entries and their names are those of rank 0's `checkpoint`. So a hook that changes it on
+        rank 0 alone takes effect, as with a full checkpoint. Every other rank passes its
         `shards`, by source. The caller holds the session of `channel`.
         """
         is_first = channel.rank == 0
@@ -403,7 +403,8 @@ def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Meta
     """
     plans, results = zip(*written, strict=True)
     _, metadata = planner.create_global_plan(list(plans))
-    entries = metadata.state_dict_metadata  # ordered by rank; below, as in the module
+    # DCP orders by rank; the next lines restore the order of the module
+    entries = metadata.state_dict_metadata
     metadata.state_dict_metadata = {
         name: entries[name] for name in planner.state_dict if name in entries
     }

@@ -1,8 +1,8 @@
 """Saves modules among the hyperparameters: `save_hyperparameters()` with a module as an argument.
 
 Lightning puts the arguments themselves into a checkpoint, which rank 0 writes, while every rank
-holds a shard of the module. Modules in a checkpoint are therefore unsharded first, and rank 0
-writes a copy with plain, full parameters, as they would be without sharding.
+holds a shard of the module. All ranks therefore gather the values of such modules, and rank 0
+writes copies with plain, full parameters. The modules themselves stay sharded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _SKIPPED_KEYS = {"state_dict", "optimizer_states"}  # large, and without modules
 def replace_sharded_parameters(checkpoint: dict[str, Any], engine: Engine) -> None:
     """Replaces entries with sharded parameters by copies with plain ones, on rank 0.
 
-    Collective: every rank. Other ranks keep their entries. Values that the state dict has, too, are
+    Collective: every rank. Other ranks keep their entries. A value that is also in the state dict
+        is
     stored once.
     """
     found = {key: _find(value) for key, value in checkpoint.items() if key not in _SKIPPED_KEYS}
@@ -76,7 +77,7 @@ def _find(value: Any) -> _TensorFinder:
 
 
 def _slots_of(engine: Engine) -> dict[nn.Parameter, tuple[int, int]]:
-    """Numbers of bucket and slot of every parameter that the engine holds."""
+    """Indices of bucket and slot of every parameter that the engine holds."""
     buckets = [*engine.buckets, *engine.average_buckets]
     return {
         parameter: (number, index)

@@ -25,11 +25,11 @@ def newest_checkpoint(
     step, by the time of their last write. Ignores files with weights only and other folders. A
     truncated or incomplete checkpoint is ignored with a warning; checksums are only verified when
     the checkpoint is loaded. To resume from an earlier step, move later checkpoints away, or use
-    `ckpt_path="last"`, which depends on the time.
+    `ckpt_path="last"`, which selects by time of writing.
 
     Args:
         folder: Path on a local or mounted file system.
-        weights_only: As for `open_checkpoint`.
+        weights_only: Passed to `open_checkpoint`.
 
     Returns:
         Path of the checkpoint; None if there is no checkpoint or no folder.

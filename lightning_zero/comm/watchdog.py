@@ -8,12 +8,12 @@ ranks read the same entries in the same order:
     report   a rank has waited long, and requests the status of every rank
 
 A watchdog depends neither on its main thread, which may hang in a collective, nor on the
-connections of the rank that failed: processes that this rank has forked, such as DataLoader
-workers, hold them open. It learns of an exception from the log, and of the end of a process on its
-own node from the kernel. A silent rank, whose process is stopped or whose node cannot be reached,
-counts as lost only if the user has set a limit; then heartbeats in the store show it. After a
-failure the watchdog closes the connections of its own rank, so that every wait on them fails, and
-the error names the cause.
+connections of the rank that failed: these may stay open in processes that the failed rank forked,
+such as DataLoader workers. It learns of an exception from the log, and of the end of a process on
+its own node from the kernel. A silent rank, whose process is stopped or whose node cannot be
+reached, counts as lost only if the user has set a limit; then heartbeats in the store show it.
+After a failure the watchdog closes the connections of its own rank, so that every wait on them
+fails, and the error names the cause.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ class Watchdog:
         return DesynchronizedError(
             f"rank {self._rank} waited for {name} without success: the other ranks did not reach "
             "the same point. Every rank must run forward and backward together, with equally many "
-            "batches (in stage 3 also a forward for a sample or an image, which `if rank == 0` "
-            f"would run on one rank alone).\n{DESYNC_HINT}"
+            "batches. In stage 3 this includes a forward that generates a sample or an image: it "
+            f"must not run under `if rank == 0`.\n{DESYNC_HINT}"
         )
 
     @property
@@ -283,7 +283,7 @@ class Watchdog:
                 time.sleep(0.02)
 
     def abort_desynchronized(self, error: DesynchronizedError) -> None:
-        """As `abort`, for an error that all ranks detect: this rank raises it where it waits."""
+        """Like `abort`, for an error that every rank detects and raises in its current wait."""
         self._own_error = error
         self.abort(error)
 
@@ -606,7 +606,7 @@ class Watchdog:
 
     def _poll_main(self) -> None:
         wait = self._waits.main_thread_wait()
-        failed_at, failure = self._failed_at, self.failure  # a regroup ends them meanwhile
+        failed_at, failure = self._failed_at, self.failure  # read once: a regroup resets them
         if failed_at is not None and failure is not None:
             if wait is not None and not wait.is_engine_group and wait.needs(failure.rank):
                 self._wake_main(wait, failure, failed_at)
@@ -678,4 +678,5 @@ def end_at_exit(owner: Any) -> None:
             alive.end_with_process()
 
     atexit.register(end)
-    weakref.finalize(owner, atexit.unregister, end).atexit = False  # else it may run first
+    # At exit, the finalizer must not run before `end`.
+    weakref.finalize(owner, atexit.unregister, end).atexit = False

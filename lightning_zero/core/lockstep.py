@@ -6,10 +6,10 @@ have left, it takes part in the all-gathers of the others: see [Note: Collective
 layout/order.py. There are two kinds of loop: `uneven_calls`, one step in which the module is called
 any number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 
-A collective of another kind could pair with a round of a rank that is in such a loop, in another
-batch, or after the last batch. So collectives of the strategy come after `barrier`, which every
-rank must enter with the same name, or all fail. The history of batches is compared in the next
-round.
+Another collective, such as a broadcast of the strategy, could pair with a control-plane round of a
+rank that is still in such a loop, in another batch, or past the last one. Collectives of the
+strategy therefore come after `barrier`: every rank must enter it with the same name, or all fail.
+The next round then compares the ranks' hashes of all batches so far.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Lockstep:
     def before_write(self) -> None:
         """Closes an open pass before this rank writes to its shard of a parameter.
 
-        Other ranks may still all-gather that shard. Collective if a forward has ended on this rank
-        and its pass has not; else local.
+        Other ranks may still all-gather that shard. Collective if this rank has ended a forward
+        whose pass is still open; else local.
         """
         if not self._schedule.is_in_step:
             self._order.close_pass("a write to parameter.data")
@@ -208,5 +208,5 @@ class Lockstep:
             self.barrier(name)
 
     def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
-        """Sets the function that returns the stop request of this rank, of less than 62 bits."""
+        """Sets the function that returns this rank's stop request, below 2^62, or None."""
         self._order.stop_request = stop_request

@@ -19,7 +19,7 @@ from lightning_zero.tensors.buffer import promoted_dtype
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
-_NAME = "a norm of gradients"  # in reports of ranks that wait
+_NAME = "a norm of gradients"  # name of the all-reduce in reports of long waits
 
 
 def total_norm(
@@ -132,7 +132,7 @@ def _over_ranks(combined: Tensor, comm: Communicator, order: float) -> Tensor:
 
 
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
-    """Slots of `parameters` that have a gradient, which is loaded if it is offloaded."""
+    """Slots of `parameters` that have a gradient. Loads offloaded gradients."""
     return [
         index
         for index, parameter in enumerate(bucket.parameters)
@@ -143,7 +143,7 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
 def _owned_shards(
     bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None
 ) -> Iterator[Tensor]:
-    """Yields 1-D tensors of the elements that this rank owns; one per bucket where possible."""
+    """Yields 1-D tensors of the elements that this rank owns: one per bucket if all slots count."""
     slots = _fetched(bucket, parameters)
     if not slots:
         return

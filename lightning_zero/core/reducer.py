@@ -1,8 +1,8 @@
 """Reductions of one backward: which buckets are reduced, and the mean in `.grad` at its end.
 
-layout/order.py decides in which order. A bucket that all ranks have agreed on is reduced as soon as
-it has its last gradient. The others are reduced at the end, when the ranks have agreed on which
-parameters have gradients on any rank.
+layout/order.py decides in which order. If all ranks expect gradients for a bucket, it is reduced as
+soon as it has its last gradient. The others are reduced at the end, when the ranks have exchanged
+which parameters have gradients on any rank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Reducer:
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
-        # Slots with gradients in the last backward, by trainable set: GANs train two in turn.
+        # Slots with gradients in the last backward of each trainable set. A GAN has two such sets.
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
         self.in_flight: Bucket | None = None
         self.has_stepped = False
@@ -107,7 +107,7 @@ class Reducer:
             self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
         else:
             for bucket in self._buckets:
-                bucket.grads.set_param_grads()  # means of earlier backwards, unchanged by this one
+                bucket.grads.set_param_grads()  # no reduction in this micro-batch
         self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
@@ -215,7 +215,8 @@ class Reducer:
             return
         if not self._config.states.reduces_every_backward:
             for bucket in self._buckets:
-                bucket.grads.prepare(outlives_backward=False)  # zeroed gradients are not reduced
+                # so that zeroed gradients are not reduced
+                bucket.grads.prepare(outlives_backward=False)
             self._reduced = set()
             self.ends_step = True
             self._reduce_remaining(completes=True)
@@ -230,7 +231,10 @@ class Reducer:
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:
-    """Whether `bucket` had gradients in the last such backward; without one, is trainable."""
+    """Whether `bucket` had gradients in the last backward with the same trainable parameters.
+
+    Without such a backward: whether it is trainable.
+    """
     if touched is None:
         return any(parameter.requires_grad for parameter in bucket.parameters)
     return any(touched[bucket])

@@ -14,8 +14,8 @@ why no rank hangs. On this rank:
 * The forward after a step waits for the all-gather of a bucket when one of its parameters is first
   used.
 * The average of a reduced shard over replicas is issued when the reduction is finished, in the same
-  order on every rank. No rank waits for it before all ranks have ended their backward and so issued
-  it, and nothing writes to that shard in the meantime. It takes no memory of its own.
+  order on every rank. A rank waits for it only after all ranks have ended their backward, and so
+  have issued it. Nothing writes to that shard in the meantime. It takes no memory of its own.
 * Where parameters are sharded within groups of ranks, an all-gather moves data within a group only,
   but the order is that of all ranks: averages over replicas, and failures, concern all of them.
 
@@ -171,7 +171,7 @@ class Schedule:
             self.order.barrier_before_collective, comm.control.watchdog
         )
         self._is_intercepting = False  # whether `_collectives` is entered
-        # The mode would make torch.compile compile its graphs once more.
+        # The mode would make torch.compile compile its graphs again.
         can_intercept = comm.size > 1 and self.unsharder.is_needed
         self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
@@ -432,7 +432,7 @@ class Schedule:
         call.is_done = True
         unit.entered.discard(call)
         if unit.entered:
-            return  # an earlier call made this call's input: backward is still inside of it
+            return  # this call's input came from an earlier call, which backward has not left yet
         if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
             self._recorder.end_layer(Kind.BACKWARD, unit.name)
             self._reshard_after_backward(unit)
@@ -511,7 +511,8 @@ class Schedule:
                 _attempt(act, errors)
         self.reducer.reset()
         for bucket in self._buckets:
-            for _ in range(len(bucket.parameters) + 1):  # refused data is gone the next time
+            # data that a reshard refused is dropped, so the next attempt succeeds
+            for _ in range(len(bucket.parameters) + 1):
                 if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:

@@ -202,7 +202,7 @@ class ZeroConfig:
         size = self.sharding_group_size
         return local_world_size if isinstance(size, str) else size
 
-    # Checked values, by their types.
+    # The same values with the types that the checks guarantee.
 
     @property
     def offloads(self) -> tuple[OffloadConfig | None, OffloadConfig | None]:

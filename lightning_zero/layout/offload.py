@@ -39,7 +39,7 @@ __all__ = [
 
 PAGE_BYTES = 4096  # O_DIRECT needs memory, offsets and lengths that are multiples of this
 MAX_GRADS_IN_FLIGHT = 2  # gradients that are copied from the device at a time
-UPLOAD_BLOCK_BYTES = 2**23  # of the copies of parameters that the CPU stepped to a device
+UPLOAD_BLOCK_BYTES = 2**23  # per block, when parameters stepped on the CPU are copied to a device
 NUM_UPLOAD_BLOCKS = 2
 _DEVICES = ("cpu", "nvme", "auto")
 _PATH_VARIABLES = ("LIGHTNING_ZERO_NVME_PATH", "SLURM_TMPDIR")
@@ -67,7 +67,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Tier of the shards of one state, and the buffers for their transfers.
+    """Tier of the shards of parameters or of optimizer states, and the buffers for transfers.
 
     Bytes are an int, a float such as 8e9, or text such as "8GB" (8 * 10^9) or "8GiB" (8 * 2^30).
 
@@ -207,7 +207,7 @@ class OffloadConfig:
 def step_buffer_config(
     param: OffloadConfig | None, optimizer: OffloadConfig | None
 ) -> OffloadConfig:
-    """The config whose buffers a step uses: for states in files, or else parameters in files."""
+    """Config of the buffers of a step: of the optimizer if it uses files, else of parameters."""
     chosen = optimizer if optimizer is not None and optimizer.device != "cpu" else param
     return chosen or OffloadConfig()
 
@@ -221,14 +221,14 @@ class ShardBytes:
     # an optimizer's states is known only after its first step.
     optim: int
     grad: int  # the averaged gradient
-    # The optimizer steps it from the beginning. A frozen bucket has parameters only until it is
-    # unfrozen, and main parameters if the cast has lost bits.
+    # The optimizer steps it from the beginning. A frozen bucket stores only its parameters until
+    # it is unfrozen; also main parameters, if the cast to `param_dtype` was not exact.
     is_trainable: bool = True
 
 
 @dataclass(frozen=True)
 class BucketTiers:
-    """Tiers of the shards of one bucket. A gradient is stored where the optimizer steps."""
+    """Tiers of the shards of one bucket: parameters, optimizer states and gradients."""
 
     param: Tier = Tier.DEVICE
     optim: Tier = Tier.DEVICE

@@ -120,24 +120,25 @@ class ZeroStrategy(EngineStrategy):
             activations, with offload if no stage does without it, and with files only if
             `nvme_path` or its environment variable is set. The choice is in `config` once training
             has begun, in the log, the loggers and checkpoints.
-        reduce_bucket_size: Elements, default None. Largest number of gradient elements in one
+        reduce_bucket_size: int (elements), default None. Largest number of gradient elements in one
             reduction. None: 4 Mi, or 256 Ki for each rank if that is more. All stages; in stage 3 a
             repeated block is one bucket of any size.
-        allgather_bucket_size: Elements, default None. Largest number of parameter elements in one
-            all-gather after the step. Reductions and all-gathers share their buckets, so the
+        allgather_bucket_size: int (elements), default None. Largest number of parameter elements in
+            one all-gather after the step. Reductions and all-gathers share their buckets, so the
             smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
             and 2.
-        prefetch_bucket_size: Elements, default None. Number of parameter elements to unshard before
-            their use. None: one unit; 0: no prefetch. Stage 3.
-        param_persistence_threshold: Elements, default None. Parameters with fewer elements stay
-            unsharded. None: 0, because a small parameter is in the bucket of its unit and needs no
-            collective of its own. Stage 3.
-        max_live_parameters: Elements, default None. Largest number of unsharded parameter elements
-            that a prefetch may lead to. None: no limit. Stage 3.
+        prefetch_bucket_size: int (elements), default None. Number of parameter elements to unshard
+            before their use. None: one unit; 0: no prefetch. Stage 3.
+        param_persistence_threshold: int (elements), default None. Parameters with fewer elements
+            stay unsharded. None: 0, because a small parameter is in the bucket of its unit and
+            needs no collective of its own. Stage 3.
+        max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
+            unsharded parameters above this number. None: no limit. Stage 3.
         unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
             resharded one by one, such as transformer blocks: a class, its name, the name of a
-            module, or a pattern of names. None: repeated blocks, see units.py. Other large modules
-            are units, too; all remaining parameters stay unsharded throughout a step. Stage 3.
+            module, or a pattern of names. None: repeated blocks in a ModuleList, ModuleDict or
+            Sequential. Other large modules are units, too; all remaining parameters stay unsharded
+            throughout a step. Stage 3.
         reshard_after_forward: bool, default None. Free the unsharded parameters of a unit after its
             forward, and all-gather them again for its backward. None: True. False needs more memory
             and a third less communication. Stage 3.
@@ -153,13 +154,13 @@ class ZeroStrategy(EngineStrategy):
         keep_float32: Class, str, or list of these, default None. Parameters that keep their dtype
             instead of `param_dtype`: the name of a parameter, or of a module for all parameters
             below it; the name of a class or base class of modules; a pattern of names, such as
-            "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` needs in
-            float32, see keep_float32.py; a mixed precision of the Trainer adds it. BatchNorm and
-            other modules with running statistics always keep their dtype. All stages.
+            "*.router.*"; a class. "autocast" selects the parameters that `torch.autocast` does not
+            cast; a mixed precision of the Trainer adds it. BatchNorm and other modules with running
+            statistics always keep their dtype. All stages.
         activation_checkpointing: bool, class, str, or list of these, default False. Modules that
             save only their inputs and run again in backward, for less memory and about a third more
-            computation. True: repeated blocks, see units.py; or modules as in `unit_classes`.
-            Values and random numbers do not change. All stages.
+            computation. True: repeated blocks; or modules as in `unit_classes`. Values and random
+            numbers do not change. All stages.
         broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
             to all ranks at the first forward after a step, as DistributedDataParallel does. All
             stages.
@@ -175,10 +176,10 @@ class ZeroStrategy(EngineStrategy):
         overlap_step: bool, default False. Step bucket by bucket during the next forward, which
             waits for each bucket where it needs it. The values do not change. Reading
             `optimizer.state` waits for the step. Stages 1 to 3.
-        sharding_group_size: Number of ranks or "node", default None. Number of consecutive ranks
-            that form a shard group; each group holds all shards. It must divide the number of
-            ranks. "node": the ranks that the launcher starts on a node, so that only gradient
-            shards cross the links between nodes. None: all ranks. Stages 1 to 3.
+        sharding_group_size: int (ranks) or "node", default None. Number of consecutive ranks that
+            form a shard group; each group holds all shards. It must divide the number of ranks.
+            "node": the ranks that the launcher starts on a node, so that only gradient shards cross
+            the links between nodes. None: all ranks. Stages 1 to 3.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 import time
 
 import numpy as np
@@ -500,7 +501,7 @@ def test_what_one_rank_does_alone_is_an_error_that_names_parameter_line_and_reme
     for text in run_ranks(2, _alone, title):
         assert "online.0" in text, text
         assert "test_between_steps.py:" in text, text
-        assert "rank 0 has" in text, text
+        assert re.search(r"rank 0 (reached|wrote to) [^;]*; not every rank did", text), text
         assert "lightning_zero.gathered(" in text, text
 
 

@@ -621,7 +621,7 @@ def test_settings_that_do_not_fit_are_errors_at_construction():
         ZeroStrategy(checkpoint="split")
     with pytest.raises(ValueError, match="async_save needs sharded checkpoints"):
         ZeroStrategy(checkpoint="full", async_save=True)
-    with pytest.raises(ValueError, match="would not use AsyncCheckpointIO"):
+    with pytest.raises(ValueError, match="does not use a CheckpointIO, got AsyncCheckpointIO"):
         ZeroStrategy(checkpoint="sharded", checkpoint_io=AsyncCheckpointIO())
 
 

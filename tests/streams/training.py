@@ -219,13 +219,13 @@ def _break(what: str) -> None:
     elif what == "numbers at once":
         step.scalars_to_cpu = dict
     elif what == "arrival":
-        begin = chunks.ChunkStep.begin
+        begin = chunks.ChunkStep.start_load
 
         def begin_alone(self: chunks.ChunkStep) -> None:
             begin(self)
             self._arrival = None
 
-        chunks.ChunkStep.begin = begin_alone
+        chunks.ChunkStep.start_load = begin_alone
     elif what == "file":
         nvme.Transfer.wait = lambda self: None
     else:
