@@ -432,7 +432,7 @@ def _split_rest(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 
 def _split(key: str, value: Any, tree: dict[str, Any], rest: dict[str, Any]) -> None:
-    """Puts dicts with shards into `tree` and everything else into `rest`, at any depth."""
+    """Puts dicts with shards into `tree`, at any depth, and everything else into `rest`."""
     if not shards_in(value):
         rest[key] = value
     elif not isinstance(value, Mapping) or any(

@@ -165,7 +165,7 @@ class Engine:
                 ),
             )
             for optimizer, found in probed:
-                self.optimizers.take(optimizer, found)
+                self.optimizers.add(optimizer, found)
         except BaseException as error:
             comm.abort(error)  # other ranks may wait for this rank's next broadcast
             self._end_checkpointing()

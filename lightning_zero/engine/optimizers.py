@@ -141,9 +141,9 @@ class AttachedOptimizers(Sequence[Optimizer]):
             failure = error
         compare(self._comm.control, description, failure)
         assert found is not None, "else there is a failure, which `compare` has raised"
-        self.take(optimizer, found)
+        self.add(optimizer, found)
 
-    def take(self, optimizer: Optimizer, found: ProbeResult) -> None:
+    def add(self, optimizer: Optimizer, found: ProbeResult) -> None:
         """Makes `optimizer`, with probe result `found`, step this rank's shards from now on."""
         kind = found.kind
         is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None

@@ -30,7 +30,7 @@ __all__ = ["Peak", "StepSimulation", "CountedScratch", "simulate_step"]
 
 
 class CountedScratch:
-    """Pool of memory blocks, counted in bytes; `take` reuses the smallest that is large enough.
+    """Pool of memory blocks, counted in bytes; `acquire` reuses the smallest that is large enough.
 
     Args:
         keeps: Whether freed blocks are kept for reuse.
@@ -41,8 +41,8 @@ class CountedScratch:
         self._spare: list[int] = []  # bytes
         self.nbytes = 0  # of all blocks
 
-    def take(self, nbytes: int) -> int:
-        """Takes a block of at least `nbytes`, and returns its size."""
+    def acquire(self, nbytes: int) -> int:
+        """Acquires a block of at least `nbytes`, and returns its size."""
         fitting = [block for block in self._spare if block >= nbytes]
         if not fitting:
             self.nbytes += nbytes
@@ -50,8 +50,8 @@ class CountedScratch:
         self._spare.remove(min(fitting))
         return min(fitting)
 
-    def give(self, block: int) -> None:
-        """Frees a block of `take`."""
+    def release(self, block: int) -> None:
+        """Frees a block of `acquire`."""
         if self._keeps:
             self._spare.append(block)
         else:
@@ -355,7 +355,7 @@ class StepSimulation:
         self._arrived.add(name)
         if bucket.stage.has_shard(State.GRAD) and bucket.name not in self._open:
             nbytes = bucket.layout.numel * bucket.dtype.itemsize
-            self._open[bucket.name] = self._scratch.take(nbytes)
+            self._open[bucket.name] = self._scratch.acquire(nbytes)
         self._update_peak(self._activation_bytes)
         self._activation_bytes -= numel * bucket.dtype.itemsize  # copied to the bucket and freed
         if bucket.name not in self._missing:
@@ -397,10 +397,10 @@ class StepSimulation:
             if is_offloaded or self._accumulates:
                 self._reduced_bytes = shard * grad_itemsize
         if self._on_gloo:
-            self._received = [self._receive.take(shard * sent) for _ in range(size - 1)]
+            self._received = [self._receive.acquire(shard * sent) for _ in range(size - 1)]
         elif sent != grad_itemsize:
             # NCCL sums in the dtype of the result.
-            self._received = [self._receive.take(bucket.layout.numel * grad_itemsize)]
+            self._received = [self._receive.acquire(bucket.layout.numel * grad_itemsize)]
         self._update_peak(self._activation_bytes)
         if not self._config.overlap_comm:
             self._finish_reduction()
@@ -410,9 +410,9 @@ class StepSimulation:
             return
         name, self._reducing = self._reducing, None
         if name in self._open:
-            self._scratch.give(self._open.pop(name))
+            self._scratch.release(self._open.pop(name))
         for block in self._received:
-            self._receive.give(block)
+            self._receive.release(block)
         self._received = []
         if self._reduced_bytes and self._has_device_memory:
             offloading = [*self._offloading, self._reduced_bytes]

@@ -77,7 +77,7 @@ class BufferPool:
         self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
         self._is_closed = False
 
-    def take(self, *, waits: bool = True) -> Tensor | None:
+    def acquire(self, *, waits: bool = True) -> Tensor | None:
         """Returns a free buffer (1-D, uint8, `nbytes`), or None if all are in use.
 
         With `waits`, waits for the copy that still reads the buffer; else returns None in that
@@ -94,15 +94,15 @@ class BufferPool:
             left.synchronize()
         return buffer
 
-    def give(self, buffer: Tensor, left: Event | None = None) -> None:
+    def release(self, buffer: Tensor, left: Event | None = None) -> None:
         """Returns a buffer to the pool; `left`: event after which nothing uses its memory."""
         if not self._is_closed:
             self._free.append((buffer, left))
 
     def close(self) -> None:
-        """Frees the buffers once no copy reads them; `take` then returns None."""
+        """Frees the buffers once no copy reads them; `acquire` then returns None."""
         self._is_closed = True
-        while self.take() is not None:
+        while self.acquire() is not None:
             pass
 
 

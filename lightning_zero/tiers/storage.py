@@ -186,7 +186,7 @@ class ParamReader:
     def begin(self) -> bool:
         """Begins to read as many chunks as there are free buffers; returns whether that is all."""
         while len(self._begun) < len(self._chunks):
-            buffer = self._pool.take(waits=False)
+            buffer = self._pool.acquire(waits=False)
             if buffer is None:
                 return False
             chunk = self._chunks[len(self._begun)]
@@ -214,7 +214,7 @@ class ParamReader:
                         left = streams.current(target.device).record_event()
                 finally:
                     if is_pooled:
-                        self._pool.give(buffer, left)
+                        self._pool.release(buffer, left)
         finally:
             self.cancel()
 
@@ -222,7 +222,7 @@ class ParamReader:
         """Returns buffer and read of the next chunk, and whether the buffer is the pool's."""
         if self._begun:
             return *self._begun.pop(0), True
-        taken = self._pool.take()
+        taken = self._pool.acquire()
         if taken is not None:
             return taken, self._store.begin_fetch(start, stop, taken), True
         # All buffers hold chunks of other shards.
@@ -233,7 +233,7 @@ class ParamReader:
         """Returns the buffers of reads that are not used."""
         for buffer, transfer in self._begun:
             transfer.wait_until_done()
-            self._pool.give(buffer)
+            self._pool.release(buffer)
         self._begun = []
 
 

@@ -175,7 +175,7 @@ def _cells():
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize(("precision", "stage"), _cells())
 class TestModelStates:
-    def test_rest_at_the_bytes_of_the_stage_and_are_reported(self, stage, precision, backend, size):
+    def test_have_the_bytes_of_the_stage_and_are_reported(self, stage, precision, backend, size):
         """One test: what is measured together costs seconds, and is not known to other workers."""
         expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](size)
         # The gradients of the running backward, and those being reduced.

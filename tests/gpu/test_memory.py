@@ -93,7 +93,7 @@ def _allocated() -> int:
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 class TestModelStates:
-    def test_rest_at_the_bytes_of_the_stage(self, stage, precision, backend, size, processes):
+    def test_have_the_bytes_of_the_stage(self, stage, precision, backend, size, processes):
         expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](size)
         for measured in _measure(stage, precision, backend, size, processes):
             assert measured.rest == pytest.approx(expected, rel=TOLERANCE)

@@ -280,15 +280,15 @@ def test_buffers_are_not_shared_with_a_forked_child():
 
 def test_a_pool_returns_its_free_buffers():
     pool = BufferPool(make_buffers(2, 3 * PAGE, pin=False))
-    first, second = pool.take(), pool.take()
+    first, second = pool.acquire(), pool.acquire()
     assert first.data_ptr() % PAGE == second.data_ptr() % PAGE == 0
     assert first.numel() == pool.nbytes == 3 * PAGE
-    assert pool.take() is None
-    pool.give(first)
-    assert pool.take().data_ptr() == first.data_ptr()
+    assert pool.acquire() is None
+    pool.release(first)
+    assert pool.acquire().data_ptr() == first.data_ptr()
     pool.close()
-    pool.give(second)
-    assert pool.take() is None
+    pool.release(second)
+    assert pool.acquire() is None
     with pytest.raises(ValueError, match="got 0 and 5"):
         make_buffers(0, 5, pin=False)
 

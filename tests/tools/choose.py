@@ -3,11 +3,15 @@
     python -m tests.tools.records -- -n 3 -m "not slow or covered"
     python -m tests.tools.choose
 
-Of the tests that are not marked slow where they stand, these run by default: those that take less
-than `--cheap-s`; of the rest as few seconds' worth as execute every line and every branch that all
-of them execute together; the quickest case of every function of which no case is among these, if it
-takes less than `--case-s`; and `ALWAYS`. The others are written to `tests/covered.txt`: they run
-with the slow tests, and what they took to `tests/slow_durations.json`.
+Some tests are marked slow where they are defined. Among the others, these run by default:
+
+- tests that take less than `--cheap-s`;
+- tests that together execute every line and branch that all tests execute, in the fewest seconds;
+- the quickest case of every function without a chosen case, if it takes less than `--case-s`;
+- `ALWAYS`.
+
+The remaining tests run with the slow ones. They are written to `tests/covered.txt`, and their
+durations to `tests/slow_durations.json`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ ALWAYS = (
     "tests/distributed/test_fault_matrix.py",
     "tests/distributed/test_launch.py::test_the_subprocess_launcher_trains_on_two_ranks_as_ddp",
     "tests/distributed/test_launch.py::test_torchrun_trains_on_two_ranks_as_ddp",
-    "tests/distributed/test_memory.py::TestModelStates::test_rest_at_the_bytes_of_the_stage_and_are_reported",
+    "tests/distributed/test_memory.py::TestModelStates::test_have_the_bytes_of_the_stage_and_are_reported",
     "tests/distributed/test_parity.py::test_losses_and_parameters_equal_ddp[conv-3-1",
     "tests/distributed/test_parity.py::test_losses_and_parameters_equal_ddp[gpt-2-4",
     "tests/slurm/test_training.py::test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp",

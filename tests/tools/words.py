@@ -56,7 +56,7 @@ TERMS = (
     Term("apart", r"\bapart\b", "sharded, separate, different"),
     Term(
         "at rest",
-        r"\b(at rest|come to rest|comes to rest|rests|resting)\b",
+        r"\b(at rest|rest at|come to rest|comes to rest|rests|resting)\b",
         "sharded, between steps, stored",
     ),
     Term("gather ahead", r"\bgathers? ahead\b", "prefetch"),
@@ -152,7 +152,7 @@ TERMS = (
     Term("for ever", r"\bfor ever\b", "hangs, without limit"),
     Term("heeded", r"\bheed(s|ed)?\b", "obeyed, take effect"),
 )
-HEADLESS = re.compile(r'("""|^\s*#+ |: |\. |\| )Of (?!course\b)[a-z0-9`]')
+HEADLESS = re.compile(r'("""|^\s*(#+ )?|: |\. |\| )Of (?!course\b)[a-z0-9`]')
 REPORTING = re.compile(r"\b(told|tells|says|hears)\b", re.IGNORECASE)
 
 
