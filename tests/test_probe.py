@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from functools import partial
 
@@ -49,6 +50,18 @@ def test_the_result_does_not_depend_on_the_shapes(shapes):
 )
 def test_probe_tensors_have_the_dimensions_of_the_parameters(build, shapes, expected):
     assert found(build(parameters(*shapes))) == expected
+
+
+def test_the_tensors_of_a_probe_are_freed_without_the_garbage_collector():
+    optimizer = torch.optim.AdamW(parameters((300, 40)))
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+        found(optimizer)
+        assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
 
 def test_each_group_is_probed_with_its_own_shapes():

@@ -180,17 +180,20 @@ class Flow(TorchDispatchMode):
         self._alter = alter
         self._known: dict[StorageWeakRef, _Labels] = {}  # by storage; dead ones are purged
         self._num_ops = self._num_read = self._num_entered = 0
-        self._exits = _ExitDetector(self)
+        self._exits: _ExitDetector | None = None  # only while entered: they refer to each other
 
     def __enter__(self) -> Flow:
         self._num_entered += 1
+        self._exits = _ExitDetector(self)
         self._exits.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._exits.__exit__(*error)
+        exits, self._exits = self._exits, None
+        assert exits is not None
+        exits.__exit__(*error)
 
     # ---------------------------------------------------------------- labels
 
