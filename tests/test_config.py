@@ -65,7 +65,7 @@ def test_a_stage_that_is_no_integer_is_refused(build, stage):
 
 @pytest.mark.parametrize("stage", ["three", "3", None])
 def test_the_error_of_a_stage_that_is_no_number_mentions_auto(build, stage):
-    with pytest.raises(TypeError, match='ZeroStrategy also takes "auto"'):
+    with pytest.raises(TypeError, match='ZeroStrategy also accepts "auto"'):
         build(stage=stage)
 
 

@@ -82,12 +82,13 @@ class Engine:
         config: Stage and sizes. None: stage 3 with defaults.
         device: Device to compute on. Parameters move there bucket by bucket, so that in stage 3 the
             device never holds the full model. None: the device of the parameters.
-        timeout: Timeout of collectives, a `timedelta` or seconds. None: the backend's.
-        wait_report_s: Seconds of waiting for other ranks after which rank 0 prints the status of
-            all ranks. None: never.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost, which
-            ends the job on all ranks. None: missing heartbeats alone end nothing. A pause that
-            holds Python's GIL stops the heartbeat, too: use a minute or more.
+        timeout: timedelta or seconds, default None. Timeout of each collective. None: the
+            backend's.
+        wait_report_s: Seconds, default 30. Time of waiting for other ranks after which rank 0
+            prints the status of all ranks. None: never.
+        heartbeat_timeout_s: Seconds, default None. Time without a heartbeat after which a rank
+            counts as lost, which ends the job on all ranks. None: missing heartbeats alone end
+            nothing. A pause that holds Python's GIL stops the heartbeat, too: use a minute or more.
         watchdog: Watchdog that reports failures of other ranks. None: a new one.
 
     Attributes:

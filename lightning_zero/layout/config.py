@@ -251,7 +251,7 @@ def _check_stage(_: str, stage: object) -> int:
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(
             f"stage must be one of 0, 1, 2, 3, got {stage!r} ({type(stage).__name__}); "
-            'ZeroStrategy also takes "auto".'
+            'ZeroStrategy also accepts "auto".'
         )
     if stage not in STAGES:
         raise ValueError(f"stage must be one of 0, 1, 2, 3, got {stage!r}.")
