@@ -261,18 +261,16 @@ def files_of(revision: str | None) -> Iterator[tuple[str, str]]:
                 yield member.name, file.read().decode()
 
 
+def _column(path: str) -> int:
+    folders = ("lightning_zero/", "tests/")
+    return next((n for n, folder in enumerate(folders) if path.startswith(folder)), len(folders))
+
+
 def table(uses: Iterable[Use]) -> list[str]:
-    """Rows `term, in the package, in tests, in documents and the rest`, most frequent first."""
+    """Rows of a term and its uses in the package, in tests and in other files, by frequency."""
     counts: dict[str, list[int]] = {}
     for use in uses:
-        row = counts.setdefault(use.term, [0, 0, 0])
-        row[
-            0
-            if use.path.startswith("lightning_zero/")
-            else 1
-            if use.path.startswith("tests/")
-            else 2
-        ] += 1
+        counts.setdefault(use.term, [0, 0, 0])[_column(use.path)] += 1
     rows = sorted(counts.items(), key=lambda item: -sum(item[1]))
     rows.append(("total", [sum(row[i] for _, row in rows) for i in range(3)]))
     return [f"{'term':<42} package tests  other"] + [
