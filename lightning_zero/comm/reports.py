@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -130,6 +131,10 @@ class Waits:
 
     def main_thread_wait(self) -> Wait | None:
         """Returns the wait of the main thread, in the engine or in torch.distributed."""
+        with _garbage_collection_off():
+            return self._find_main_thread_wait()
+
+    def _find_main_thread_wait(self) -> Wait | None:
         frame = _frame_of(self._main)
         if (wait := self._announced.get(self._main)) is not None:
             return wait
@@ -154,7 +159,9 @@ class Waits:
 
     def status(self, moment: str) -> RankStatus:
         """Returns the status of the main thread, with the given moment of the engine."""
-        frames, wait = user_frames(_frame_of(self._main)), self.main_thread_wait()
+        with _garbage_collection_off():
+            frames = user_frames(_frame_of(self._main))
+        wait = self.main_thread_wait()
         if wait is None:
             return RankStatus(moment, "", 0.0, False, frames)
         waited_s, may_last = time.monotonic() - wait.since, wait.is_data_transfer or wait.is_one_way
@@ -295,6 +302,25 @@ def _may_be_deadlock(answers: Sequence[RankStatus | None]) -> bool:
     """Whether all ranks wait, for different operations, and none of these transfers data."""
     waits = {None if a is None or a.is_data_transfer or not a.wait else a.wait for a in answers}
     return None not in waits and len(waits) > 1
+
+
+@contextmanager
+def _garbage_collection_off() -> Iterator[None]:
+    """Context in which frames of other threads can be read safely.
+
+    Python 3.11 may collect garbage while it makes the object of a frame. If a finalizer releases
+    the GIL meanwhile, the other thread may return from that frame, whose memory the object then
+    still refers to: reading it ends the process with a segmentation fault. Python 3.12 collects
+    garbage only between two instructions; in Python 3.10 every frame is an object.
+    """
+    is_affected = sys.version_info[:2] == (3, 11) and gc.isenabled()
+    if is_affected:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if is_affected:
+            gc.enable()
 
 
 def _frame_of(thread: int) -> FrameType | None:

@@ -404,6 +404,48 @@ def test_calls_of_the_package_are_not_the_users():
     assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
 
 
+_READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED = """
+import gc, sys, threading, time
+from lightning_zero.comm.reports import Waits
+
+main = threading.get_ident()
+waits = Waits(main)
+exec("def leave_nulls(): return 0; " + "=".join(f"local{i}" for i in range(300)) + "=None")
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+
+def call(num):
+    garbage = Garbage()
+    return call(num - 1) if num else leave_nulls()
+
+def look():
+    while not has_ended:
+        waits.main_thread_wait()
+        waits.status("")
+
+has_ended = False
+gc.set_threshold(3)
+gc.callbacks.append(lambda *args: time.sleep(5e-4) if threading.get_ident() != main else None)
+sys.setswitchinterval(1e-5)
+thread = threading.Thread(target=look)
+thread.start()
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    call(4)
+    leave_nulls()
+has_ended = True
+thread.join()
+"""
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only Python 3.11 collects garbage there")
+def test_frames_of_a_running_thread_are_read_while_garbage_is_collected():
+    script = [sys.executable, "-X", "faulthandler", "-c", _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED]
+    subprocess.run(script, check=True, timeout=60)
+
+
 def test_a_report_groups_ranks_with_equal_status():
     same = RankStatus(
         "in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",)
