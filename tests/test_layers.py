@@ -29,7 +29,6 @@ ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
     "tensors": {"layout"},
-    "planner": {"layout", "optim"},
     "deepspeed": {"layout"},
 }
 MODULES = {

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.order import CollectiveOrder
-from lightning_zero.layout.passes import hoist_all_gathers
-from lightning_zero.layout.rounds import RoundResult
+from lightning_zero.comm.rounds import RoundResult
+from lightning_zero.core.order import CollectiveOrder
+from lightning_zero.core.passes import hoist_all_gathers
 
 NUM_UNITS = 5
 

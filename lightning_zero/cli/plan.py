@@ -31,11 +31,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.cli.options import PRECISIONS
 from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
 from lightning_zero.cli.rates import NAMES, read_rates
+from lightning_zero.core.recompute import find_checkpointed, outermost
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan, make_plan
-from lightning_zero.layout.recompute import find_checkpointed, outermost
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (

@@ -6,6 +6,7 @@
     backends      data plane: peer to peer over gloo, or NCCL's own collectives
     control       control plane: integers, masks and objects between CPUs, in rounds of log2(N)
                   messages; and `Channel`, for a background thread
+    rounds        votes and results of rounds, and their checks
     collectives   detects the user's collectives before they are issued
     consistency   checks that model, optimizers and settings are equal on all ranks
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them

@@ -244,7 +244,7 @@ class DeviceBackend(Backend):
     device cannot hold both, or starts them in a different order on each rank: leave
     CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1). With NCCL 2.26 or later and
     NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in the order in which they were issued, which is the
-    same on all ranks (layout/order.py), except for a step that a worker thread runs. One
+    same on all ranks (core/order.py), except for a step that a worker thread runs. One
     communicator would be better where memory is short: each one allocates its own buffers, which
     NCCL_BUFFSIZE reduces.
 

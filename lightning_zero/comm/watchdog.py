@@ -47,8 +47,8 @@ from lightning_zero.comm.peers import (
     log_unreadable,
 )
 from lightning_zero.comm.reports import LogEntry, Reports, Wait, Waits
+from lightning_zero.comm.rounds import DESYNC_HINT
 from lightning_zero.comm.world import WaitLimits, disconnect_groups, world_size
-from lightning_zero.layout.rounds import DESYNC_HINT
 
 __all__ = [
     "PeerAbortedError",

@@ -3,6 +3,8 @@
 Imports record, layout, tensors, comm and tiers.
 
     schedule      `Schedule`: the moments of a step, called by the hooks; `SharedBuffers`
+    order         `CollectiveOrder`: which collective comes next, on all ranks
+    passes        one pass, and the schedules recorded from passes
     unit          `Unit`: buckets that are unsharded together; `Unsharder`
     reducer       `Reducer`: which buckets a backward reduces, and the means at its end
     hooks         hooks of modules and autograd, which call the schedule
@@ -14,11 +16,12 @@ Imports record, layout, tensors, comm and tiers.
     writes        detection of writes to parameters
     lockstep      `uneven_calls`: a number of forwards that differs between ranks
     building      sharding while `configure_model` builds
+    recompute     activation checkpointing
     materialize   memory for modules built on the meta device
     mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
     step_worker   the thread that steps while the next forward runs
 
-Begin with the note at the top of layout/order.py, then read `schedule` and `bucket`. A gradient
+Begin with the note at the top of core/order.py, then read `schedule` and `bucket`. A gradient
 arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its bucket is
 complete. Then `reducer` marks the bucket as ready in the collective order
 (`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so

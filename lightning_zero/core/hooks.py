@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
+from lightning_zero.core.recompute import drop_checkpointing
 from lightning_zero.core.schedule import Schedule, is_compiled
 from lightning_zero.core.unit import Call, Unit
-from lightning_zero.layout.recompute import drop_checkpointing
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 

@@ -3,7 +3,7 @@
 [Note: Lockstep] In stage 3 every forward is collective. A rank that needs fewer forwards than the
 others (its samples end earlier, or it has fewer batches) leaves the loop early. Until all ranks
 have left, it takes part in the all-gathers of the others: see [Note: Collective order] in
-layout/order.py. There are two kinds of loop: `uneven_calls`, one step in which the module is called
+core/order.py. There are two kinds of loop: `uneven_calls`, one step in which the module is called
 any number of times, for generation; and a loop of steps (`begin_loop`, `end_loop`), for evaluation.
 
 Another collective, such as a broadcast of the strategy, could pair with a control-plane round of a

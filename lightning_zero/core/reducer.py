@@ -1,6 +1,6 @@
 """Reductions of one backward: which buckets are reduced, and the mean in `.grad` at its end.
 
-layout/order.py decides in which order. If all ranks expect gradients for a bucket, it is reduced as
+core/order.py decides in which order. If all ranks expect gradients for a bucket, it is reduced as
 soon as it has its last gradient. The others are reduced at the end, when the ranks have exchanged
 which parameters have gradients on any rank.
 """
@@ -13,8 +13,8 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import CollectiveOrder
 
 __all__ = ["Reducer"]
 

@@ -1,6 +1,6 @@
 """The schedule of a step: when each bucket is unsharded, resharded and reduced.
 
-[Note: Streams] layout/order.py explains in which order all-gathers and reductions are issued, and
+[Note: Streams] core/order.py explains in which order all-gathers and reductions are issued, and
 why no rank hangs. On this rank:
 
 * An all-gather is issued on a side stream, after everything queued on the compute stream, which
@@ -21,7 +21,7 @@ why no rank hangs. On this rank:
 
 [Note: What an all-gather waits for] On the host, before it is issued: for its turn in the
 collective order, so for the reductions before it in the recorded schedule, or without one for a
-round of all ranks (layout/order.py); for the worker that steps its bucket
+round of all ranks (core/order.py); for the worker that steps its bucket
 (`Bucket.wait_for_step`); if its shard is in a file, for the read and a free buffer
 (`ParamReader`). After it is issued: on gloo, `wait_for_unshard` waits for the peers' data. On CUDA
 the host does not wait; the all-gather's stream waits for the compute stream and for the copy of a
@@ -44,10 +44,10 @@ from torch.profiler import record_function
 from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import CollectiveOrder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,

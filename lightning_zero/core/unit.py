@@ -1,6 +1,6 @@
 """Units: buckets that are all-gathered and freed together, on use, by prefetch or for other ranks.
 
-layout/order.py decides in which order they are unsharded.
+core/order.py decides in which order they are unsharded.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.order import CollectiveOrder, prefetch
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 

@@ -33,6 +33,7 @@ from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
+from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.core.schedule import Schedule
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
@@ -49,7 +50,6 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
-from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.state import optimizer_state_dict

@@ -10,10 +10,6 @@
     foreign_names  checks of names that come from a checkpoint
     sizes       numbers with units
     units       modules whose parameters are unsharded together
-    recompute   activation checkpointing
-    order       `CollectiveOrder`: which collective comes next, on all ranks
-    passes      one pass, and the schedules recorded from passes
-    rounds      the control plane: votes and results of a round, and their checks
     plan        a module divided into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

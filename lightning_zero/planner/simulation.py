@@ -17,11 +17,11 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+from lightning_zero.comm.rounds import RoundCheck, RoundResult
+from lightning_zero.core.order import CollectiveOrder, prefetch
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT
-from lightning_zero.layout.order import CollectiveOrder, prefetch
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
-from lightning_zero.layout.rounds import RoundCheck, RoundResult
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import ROOT
 from lightning_zero.planner.trace import Event, StepTrace, TraceMoment

@@ -30,9 +30,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.core.recompute import apply_checkpointing
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import Plan, UnitPlan
-from lightning_zero.layout.recompute import apply_checkpointing
 
 __all__ = [
     "Event",

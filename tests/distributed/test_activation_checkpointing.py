@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.layout.recompute import apply_checkpointing, find_checkpointed, outermost
+from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed, outermost
 from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 from tests.fitting import assert_same, fit_ranks, fit_reference, settings

@@ -29,7 +29,7 @@ from lightning_zero.comm.watchdog import (
     Watchdog,
 )
 from lightning_zero.comm.world import WaitLimits, disconnect_groups
-from lightning_zero.layout import order
+from lightning_zero.core import order
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -440,7 +440,9 @@ thread.join()
 """
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="only Python 3.11 collects garbage there")
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="only Python 3.11 collects garbage there"
+)
 def test_frames_of_a_running_thread_are_read_while_garbage_is_collected():
     script = [sys.executable, "-X", "faulthandler", "-c", _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED]
     subprocess.run(script, check=True, timeout=60)

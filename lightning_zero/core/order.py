@@ -54,9 +54,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
-from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.passes import Pass, RecordedSchedules, hash_of
-from lightning_zero.layout.rounds import (
+from lightning_zero.comm.rounds import (
     ControlPlane,
     Requests,
     RoundClient,
@@ -64,6 +62,8 @@ from lightning_zero.layout.rounds import (
     Vote,
     called_from,
 )
+from lightning_zero.core.passes import Pass, RecordedSchedules, hash_of
+from lightning_zero.layout.config import ZeroConfig
 
 __all__ = ["Issuer", "CollectiveOrder", "PrefetchUnit", "prefetch"]
 

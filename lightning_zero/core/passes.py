@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, islice, takewhile
 
-from lightning_zero.layout.rounds import RoundResult, Tally
+from lightning_zero.comm.rounds import RoundResult, Tally
 
 __all__ = ["RecordedSchedules", "Pass", "hash_of", "hoist_all_gathers"]
 
