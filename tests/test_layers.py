@@ -13,6 +13,7 @@ PACKAGES = [
     "record",
     "layout",
     "tensors",
+    "health",
     "comm",
     "tiers",
     "core",
@@ -29,6 +30,7 @@ ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
     "tensors": {"layout"},
+    "health": set(),
     "deepspeed": {"layout"},
 }
 MODULES = {
@@ -131,7 +133,11 @@ def test_neither_hydra_nor_wandb_is_imported_before_it_is_used():
 
 
 def test_only_comm_calls_collectives():
-    may = {"comm", "cli"}  # `cli` starts ranks of its own to measure links
+    may = {
+        "comm",
+        "health",
+        "cli",
+    }  # `health` knows WORLD; `cli` starts ranks of its own to measure links
 
     def known(module, package):
         found = {name for name in imported(module) if name.startswith("torch.distributed")}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.comm.watchdog import PeerAbortedError
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
+from lightning_zero.health.watchdog import PeerAbortedError
 
 
 class _OfTwo(ValueError):

@@ -1,6 +1,7 @@
-"""Transport between ranks: the only caller of collectives. Imports record, layout and tensors.
+"""Transport between ranks: the caller of collectives.
 
-    world         the default process group: its backend, timeouts and store; disconnecting groups
+Imports record, layout, tensors and health.
+
     communicator  `Communicator`: collectives of one engine, on its own process groups along the
                   axes of a mesh
     backends      data plane: peer to peer over gloo, or NCCL's own collectives
@@ -9,12 +10,8 @@
     rounds        votes and results of rounds, and their checks
     collectives   detects the user's collectives before they are issued
     consistency   checks that model, optimizers and settings are equal on all ranks
-    watchdog      a thread per rank that detects failures of other ranks and ends waits for them
-    peers         the processes of this node, watched through the kernel; the watchdogs' store
-    reports       status of every rank, reported after a long wait
 
-Begin with `communicator`. `watchdog` explains why a wait ends if a rank does not come. If a rank
-raises an exception, the other ranks are notified:
+Begin with `communicator`. If a rank raises an exception, the other ranks are notified:
 
     while an engine is made            from `consistency.compare`
     before there is an engine          from `Watchdog.abort`

@@ -25,8 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.comm.watchdog import Watchdog
-from lightning_zero.comm.world import is_world
+from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.health.world import is_world
 
 __all__ = ["UserCollectiveMode"]
 

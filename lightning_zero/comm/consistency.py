@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from lightning_zero.comm.control import GlooControlPlane
-from lightning_zero.comm.world import describe_failure, raise_together
+from lightning_zero.health.world import describe_failure, raise_together
 
 __all__ = ["ComparedFields", "check_equal", "compare"]
 

@@ -32,8 +32,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.comm.rounds import RoundCheck, RoundResult
-from lightning_zero.comm.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
-from lightning_zero.comm.world import disconnect_groups, has_world
+from lightning_zero.health.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
+from lightning_zero.health.world import disconnect_groups, has_world
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 

@@ -13,8 +13,9 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from lightning_zero.health.watchdog import DESYNC_HINT
+
 __all__ = [
-    "DESYNC_HINT",
     "RoundResult",
     "RoundCheck",
     "Requests",
@@ -27,12 +28,6 @@ __all__ = [
 
 _NO_VALUE = 2**62  # sent by a rank that has nothing to compare
 _MAX_TEXT_BYTES = 1024  # of the text of a failure
-
-DESYNC_HINT = (  # the last line of errors about desynchronized ranks
-    "To read parameters on some ranks only, enter `with lightning_zero.gathered(module):` on every "
-    "rank; to run forwards without gradients on some ranks only, enter "
-    "`with lightning_zero.uneven_calls(module):` on every rank."
-)
 
 
 class RoundResult(NamedTuple):

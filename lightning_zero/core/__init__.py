@@ -1,6 +1,6 @@
 """The run time of units and buckets, from forward to optimizer step.
 
-Imports record, layout, tensors, comm and tiers.
+Imports record, layout, tensors, health, comm and tiers.
 
     schedule      `Schedule`: the moments of a step, called by the hooks; `SharedBuffers`
     order         `CollectiveOrder`: which collective comes next, on all ranks

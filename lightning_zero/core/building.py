@@ -38,8 +38,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.comm.watchdog import Watchdog
 from lightning_zero.core.writes import sum_of_bits
+from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.tensors.guarded import (
     Placement,
     guard,

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.watchdog import DesynchronizedError
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
+from lightning_zero.health.watchdog import DesynchronizedError
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 

@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.comm.watchdog import Watchdog
-from lightning_zero.comm.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.hooks import Hooks
@@ -45,6 +43,8 @@ from lightning_zero.engine.consistency import (
 )
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
+from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.health.world import WaitLimits, as_timeout, failing_together, has_world
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name

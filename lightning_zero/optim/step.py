@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.world import failing_together
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
+from lightning_zero.health.world import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
 from lightning_zero.optim.clone import (

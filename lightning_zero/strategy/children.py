@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import torch
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 
-from lightning_zero.comm.peers import describe_exit
-from lightning_zero.comm.world import leave_world
+from lightning_zero.health.peers import describe_exit
+from lightning_zero.health.world import leave_world
 
 __all__ = ["Children", "ProcessSnapshot", "how_child_ended", "release_children"]
 

@@ -37,8 +37,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.comm.watchdog import Watchdog, next_watchdog_name
-from lightning_zero.comm.world import (
+from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
+from lightning_zero.health.world import (
     WaitLimits,
     as_timeout,
     broadcast_object,

@@ -26,8 +26,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.world import failing_together, gather_objects
 from lightning_zero.engine.consistency import describe_config
+from lightning_zero.health.world import failing_together, gather_objects
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.probe import find_full_optimizers

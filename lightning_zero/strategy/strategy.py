@@ -52,14 +52,14 @@ from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import raise_damage_on_any_rank
 from lightning_zero.comm.consistency import check_equal
-from lightning_zero.comm.world import (
+from lightning_zero.deepspeed import Translation, translate
+from lightning_zero.engine.counting import full_bytes
+from lightning_zero.health.world import (
     DEFAULT_TIMEOUT,
     WaitLimits,
     failing_together,
     gather_objects,
 )
-from lightning_zero.deepspeed import Translation, translate
-from lightning_zero.engine.counting import full_bytes
 from lightning_zero.layout.config import Modules
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig

@@ -230,7 +230,7 @@ def _run_cli(rank, world_size):
 
 
 def _meet_at_a_port_of_another_program(rank, world_size, is_ours_to_listen):
-    from lightning_zero.comm.world import open_store
+    from lightning_zero.health.world import open_store
 
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and never answers
         os.environ["MASTER_PORT"] = port = str(stranger.getsockname()[1])

@@ -21,15 +21,15 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.comm.peers import Peers, connect_to_store, describe_exit
-from lightning_zero.comm.reports import RankStatus, is_one_way, report, user_frames
-from lightning_zero.comm.watchdog import (
+from lightning_zero.core import order
+from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
+from lightning_zero.health.reports import RankStatus, is_one_way, report, user_frames
+from lightning_zero.health.watchdog import (
     DesynchronizedError,
     PeerAbortedError,
     Watchdog,
 )
-from lightning_zero.comm.world import WaitLimits, disconnect_groups
-from lightning_zero.core import order
+from lightning_zero.health.world import WaitLimits, disconnect_groups
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
@@ -309,7 +309,7 @@ class _Lines(logging.Handler):
 
 def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     shown = _Lines()
-    logging.getLogger("lightning_zero.comm.reports").addHandler(shown)
+    logging.getLogger("lightning_zero.health.reports").addHandler(shown)
     watchdog = Watchdog("threads", rank=rank, size=world_size, limits=WaitLimits(0.5))
     if rank == 0 and not is_rank_0_there:
         watchdog.stop()  # as if it hung
@@ -406,7 +406,7 @@ def test_calls_of_the_package_are_not_the_users():
 
 _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED = """
 import gc, sys, threading, time
-from lightning_zero.comm.reports import Waits
+from lightning_zero.health.reports import Waits
 
 main = threading.get_ident()
 waits = Waits(main)
@@ -565,7 +565,7 @@ def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
 
 def _write_nonsense(rank, world_size):
     shown = _Lines()
-    logging.getLogger("lightning_zero.comm.peers").addHandler(shown)
+    logging.getLogger("lightning_zero.health.peers").addHandler(shown)
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:
         for key in ("nonsense/log/0", "nonsense/log/1", "exits/0"):

@@ -37,7 +37,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.peers import (
+from lightning_zero.health.peers import (
     Heartbeats,
     HostedStore,
     Peers,
@@ -46,11 +46,11 @@ from lightning_zero.comm.peers import (
     describe_exit,
     log_unreadable,
 )
-from lightning_zero.comm.reports import LogEntry, Reports, Wait, Waits
-from lightning_zero.comm.rounds import DESYNC_HINT
-from lightning_zero.comm.world import WaitLimits, disconnect_groups, world_size
+from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits
+from lightning_zero.health.world import WaitLimits, disconnect_groups, world_size
 
 __all__ = [
+    "DESYNC_HINT",
     "PeerAbortedError",
     "DesynchronizedError",
     "RankFailure",
@@ -75,6 +75,13 @@ _ALL_CAME, _LOST = "together", "lost"  # outcomes of a regroup
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+
+DESYNC_HINT = (  # the last line of errors about desynchronized ranks
+    "To read parameters on some ranks only, enter `with lightning_zero.gathered(module):` on every "
+    "rank; to run forwards without gradients on some ranks only, enter "
+    "`with lightning_zero.uneven_calls(module):` on every rank."
+)
 
 
 class DesynchronizedError(RuntimeError):

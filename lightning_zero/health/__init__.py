@@ -1,0 +1,9 @@
+"""Health of the ranks: failures are detected and end all waits. Imports no other package.
+
+    world         the default process group: its backend, timeouts and store; disconnecting groups
+    watchdog      a thread per rank that detects failures of other ranks and ends waits for them
+    peers         the processes of this node, watched through the kernel; the watchdogs' store
+    reports       status of every rank, reported after a long wait
+
+Begin with `watchdog`, which explains why a wait ends if a rank does not come.
+"""
