@@ -60,7 +60,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.core.building import partial_of
+from lightning_zero.construction.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker

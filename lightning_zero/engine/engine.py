@@ -24,11 +24,11 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
+from lightning_zero.construction.building import partial_of
+from lightning_zero.construction.materialize import check_can_materialize, materialize
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.building import partial_of
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
-from lightning_zero.core.materialize import check_can_materialize, materialize
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed

@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint import load_masters, narrow_masters
+from lightning_zero.construction.building import Building, move_all_but_parameters
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.building import Building, move_all_but_parameters
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.watchdog import Watchdog

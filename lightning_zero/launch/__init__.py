@@ -1,0 +1,1 @@
+"""Start of the ranks of a job, by Hydra, SLURM or this process."""
