@@ -5,8 +5,8 @@ copied them. `make_trainer(config)` builds the Trainer with callbacks and logger
 `optimized_metric` is the value that `main` returns to a sweeper.
 """
 
-from lightning_zero.observe.hydra_trainer import make_trainer, optimized_metric
-from lightning_zero.strategy.schema import register
+from lightning_zero.launch.schema import register
+from lightning_zero.launch.trainer import make_trainer, optimized_metric
 
 __all__ = ["make_trainer", "optimized_metric"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.strategy.children import Children
+from lightning_zero.launch.children import Children
 from tests import features, slices
 from tests.features import pytest_sessionfinish
 from tests.slices import pytest_collection_modifyitems

@@ -346,7 +346,7 @@ def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
         config = compose("config", overrides=words, return_hydra_config=True)
     (callback,) = config.hydra.callbacks.values()
     # Submitit pickles the callback; a worker that loads it imports lightning_zero.
-    assert callback._target_ == "lightning_zero.strategy.hydra_jobs.HydraJobs"
+    assert callback._target_ == "lightning_zero.launch.hydra_jobs.HydraJobs"
 
 
 def test_the_choices_of_zero_are_its_stages_alone():

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.observe.hydra_trainer import RunSettings, num_parameters, strategy_settings
-from lightning_zero.strategy.hydra import masked
+from lightning_zero.launch.hydra import masked
+from lightning_zero.launch.trainer import RunSettings, num_parameters, strategy_settings
 
 
 class Noted(CSVLogger):

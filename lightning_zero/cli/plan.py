@@ -32,6 +32,7 @@ from lightning_zero.cli.options import PRECISIONS
 from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
 from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.core.recompute import find_checkpointed, outermost
+from lightning_zero.launch.schema import register
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
@@ -56,7 +57,6 @@ from lightning_zero.planner import (
     shape_of_hugging_face,
     trace_step,
 )
-from lightning_zero.strategy.schema import register
 from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
 

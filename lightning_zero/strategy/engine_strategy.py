@@ -43,12 +43,12 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.launch.children import release_children
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
-from lightning_zero.strategy.children import release_children
 from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering

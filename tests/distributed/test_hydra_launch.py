@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
-from lightning_zero.strategy.children import ProcessSnapshot
-from lightning_zero.strategy.hydra import check_launch
+from lightning_zero.launch.children import ProcessSnapshot
+from lightning_zero.launch.hydra import check_launch
 from tests.distributed.ranks import free_port
 from tests.distributed.test_launch import ROOT, run_script, start
 
@@ -87,7 +87,7 @@ def test_a_sweep_over_device_counts_runs_every_job_once_on_its_own_ranks(tmp_pat
     ids=",".join,
 )
 def test_a_sweep_over_strategies_leaves_nothing_of_one_job_to_the_next(tmp_path, strategies):
-    jobs = "+hydra.callbacks.jobs._target_=lightning_zero.strategy.hydra_jobs.HydraJobs"
+    jobs = "+hydra.callbacks.jobs._target_=lightning_zero.launch.hydra_jobs.HydraJobs"
     sweep = [f"strategy={','.join(strategies)}", "devices=2", f"hydra.sweep.dir={tmp_path}/sweep"]
     run_script(APP, "-m", *sweep, jobs, timeout_s=200)
     for job, strategy in enumerate(strategies):
@@ -143,7 +143,7 @@ _GONE = """
 import os, sys
 if os.environ.get("LOCAL_RANK") == "1":
     sys.exit(int(sys.argv[1]))
-import lightning_zero.strategy.children as children
+import lightning_zero.launch.children as children
 from tests.fitting import make_trainer
 from tests.models import MLPModule
 children._GRACE_S = children._GRACE_OF_SUCCESS_S = 1.0

@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
 
+from lightning_zero.launch.hydra import masked
 from lightning_zero.observe.monitor import ZeroMonitor
-from lightning_zero.strategy.hydra import masked
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [

@@ -10,8 +10,8 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from lightning.pytorch.strategies.launchers import subprocess_script
 
-from lightning_zero.strategy.children import Children, ProcessSnapshot
-from lightning_zero.strategy.hydra import child_command
+from lightning_zero.launch.children import Children, ProcessSnapshot
+from lightning_zero.launch.hydra import child_command
 
 __all__ = ["HydraJobs"]
 

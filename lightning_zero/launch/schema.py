@@ -17,13 +17,13 @@ import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from lightning_zero.strategy.hydra import run_name, sweep_name
+from lightning_zero.launch.hydra import run_name, sweep_name
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["ZeroStrategySettings", "register", "schema"]
 
 _GROUP = "hydra/lightning_zero"
-_JOBS = {"lightning_zero": {"_target_": "lightning_zero.strategy.hydra_jobs.HydraJobs"}}
+_JOBS = {"lightning_zero": {"_target_": "lightning_zero.launch.hydra_jobs.HydraJobs"}}
 _SIMPLE = {bool, int, float, str, NoneType}
 _SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
 
