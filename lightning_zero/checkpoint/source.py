@@ -27,10 +27,10 @@ from torch import Tensor
 from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
-from lightning_zero.checkpoint.deepspeed import is_deepspeed, open_deepspeed
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
 
