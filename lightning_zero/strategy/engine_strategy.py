@@ -52,8 +52,8 @@ from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
+from lightning_zero.strategy.requeue import RequeuedExit
 from lightning_zero.strategy.settings import Hardware, Settings
-from lightning_zero.strategy.slurm import RequeuedExit
 from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,

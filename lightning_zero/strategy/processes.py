@@ -52,8 +52,8 @@ from lightning_zero.health.world import (
 )
 from lightning_zero.launch.children import Children, ProcessSnapshot, how_child_ended
 from lightning_zero.launch.hydra import check_launch, child_command, current_job
+from lightning_zero.strategy.requeue import Requeueing, check_slurm_layout
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
-from lightning_zero.strategy.slurm import Requeueing, check_slurm_layout
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.data import DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
-from lightning_zero.strategy.slurm import RequeuedExit, _check_owner, _wait_until_seen
+from lightning_zero.strategy.requeue import RequeuedExit, _check_owner, _wait_until_seen
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_slurm_layout import as_srun
 from tests.fitting import arrays
