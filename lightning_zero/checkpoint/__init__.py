@@ -1,6 +1,6 @@
 """Save state dicts of full tensors from shards, and load them; read checkpoints of many formats.
 
-Imports the engine and all packages below it.
+Imports the engine and all packages below it, and the reader of DeepSpeed's checkpoints.
 
     states            full tensors on rank 0, or this rank's elements in torch's DCP format
     checkpoint_shard  hooks through which DCP saves flat shards of n-D tensors
@@ -13,7 +13,6 @@ Imports the engine and all packages below it.
     torch_file        reads and writes files of `torch.save`, tensor by tensor
     load              loads any checkpoint into modules, masters and optimizer states
     source            opens a checkpoint of any format, verifies and summarizes it
-    deepspeed         DeepSpeed's format
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
     atomic            replaces files and directories atomically

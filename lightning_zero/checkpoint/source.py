@@ -5,7 +5,7 @@
     file of torch.save, a state dict                        torch_file    weights
     *.safetensors                                           hugging_face  weights
     directory of *.safetensors or *.bin, with an index      hugging_face  weights
-    directory of DeepSpeed's ZeRO                           deepspeed     weights, Adam's moments
+    directory of DeepSpeed's ZeRO                           ../deepspeed  weights, Adam's moments
     directory of PyTorch Distributed Checkpoint             dcp_reader    all
 
 Values are read when they are used: tensors are mapped into memory from their file or are
@@ -18,18 +18,20 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint import atomic, dcp_reader, deepspeed, hugging_face, torch_file
+from lightning_zero.checkpoint import atomic, dcp_reader, hugging_face, torch_file
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
+from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
@@ -92,7 +94,7 @@ def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) ->
 
 def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
     if isinstance(folder, Path) and is_deepspeed(folder):
-        return deepspeed.files_with_checksums(folder)
+        return [*deepspeed_files(folder)]
     if has_weights(folder) and not is_deepspeed(folder):
         return hugging_face.files_with_checksums(folder)
     return []
@@ -205,7 +207,9 @@ def _open_directory(path: CheckpointPath, weights_only: bool | None) -> dict[str
     if is_deepspeed(path):
         if isinstance(path, RemotePath):
             raise ValueError(f"{path} is a DeepSpeed checkpoint; copy it to a local folder first.")
-        return open_deepspeed(path, weights_only=weights_only)
+        return open_deepspeed(
+            path, partial(torch_file.open_without, "deepspeed", weights_only=weights_only)
+        )
     if has_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}
     names = sorted(entry.name for entry in path.iterdir())

@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,7 @@ __all__ = [
     "no_progress",
     "open_pread",
     "open_torch_file",
+    "open_without",
     "read_elements",
     "span",
     "write_torch_file",
@@ -104,6 +105,49 @@ def open_torch_file(
             return _with_lazy_tensors(path, tree)
     except Exception as error:
         raise _with_path(path, error, is_zip=is_zip, runs_classes=runs_classes) from error
+
+
+def open_without(package: str, path: Path, *, weights_only: bool | None = None) -> Any:
+    """As `open_torch_file`, with a placeholder for every object of a class of `package`.
+
+    `package` need not be installed. `weights_only` refuses the classes of all other packages.
+    """
+    if weights_only is False:
+        return open_torch_file(path, weights_only=False, pickle_module=_pickle_module(package))
+    unsafe: list[str] = []
+    # If it is not a zip file, or a damaged one, `open_torch_file` raises the error.
+    with suppress(Exception), path.open("rb") as file:
+        if find_inflated(file) is None:
+            unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+    foreign = [name for name in unsafe if name.startswith(f"{package}.")]
+    with torch.serialization.safe_globals([(_placeholder(name), name) for name in foreign]):
+        return open_torch_file(path, weights_only=True)
+
+
+class _Placeholder:
+    """Object of a class that is not installed; accepts any arguments."""
+
+    def __new__(cls, *arguments: Any) -> _Placeholder:
+        return super().__new__(cls)
+
+
+def _placeholder(name: str) -> type[_Placeholder]:
+    return type(name.rpartition(".")[2], (_Placeholder,), {})
+
+
+def _pickle_module(package: str) -> ModuleType:
+    """A copy of the module pickle whose unpickler replaces classes of `package`."""
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if module.split(".")[0] == package:
+                return _placeholder(name)
+            return super().find_class(module, name)
+
+    changed = ModuleType("pickle")
+    changed.__dict__.update(vars(pickle))
+    changed.Unpickler = Unpickler  # type: ignore[attr-defined]
+    return changed
 
 
 # Parts of errors of torch's reader; other errors may come from a class that is unpickled.

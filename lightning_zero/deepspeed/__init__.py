@@ -1,13 +1,14 @@
-"""Read a DeepSpeed configuration, so that a DeepSpeed user's file gives the same training.
+"""DeepSpeed's formats: a configuration gives the same training here, a checkpoint is opened.
 
-`translate` turns a file (or a dict) into a `ZeroConfig`, arguments for the Trainer, and the
-optimizer and scheduler sections as data. A setting that would change the training and is not
-supported is a `ValueError`; a setting without effect is listed in `Translation.ignored`. Imports
-only the package layout.
+Imports layout and tensors. `translate` turns a file (or a dict) into a `ZeroConfig`, arguments for
+the Trainer, and the optimizer and scheduler sections as data. A setting that would change the
+training and is not supported is a `ValueError`; a setting without effect is listed in
+`Translation.ignored`.
 
     translate   converts the file into settings of this package
     optimizer   builds its optimizer and scheduler sections
     file        parses its sections; has a rule for every key of DeepSpeed
+    checkpoint  opens checkpoint directories as full tensors by name
 
 Begin with `translate`.
 

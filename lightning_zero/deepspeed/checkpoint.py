@@ -1,8 +1,8 @@
 """Opens checkpoint directories of DeepSpeed ZeRO, stages 0 to 3, as full tensors by name.
 
 Besides tensors they contain pickled objects of DeepSpeed: a loss scaler, an enum, addresses. None
-of them is needed, so a placeholder replaces every class of DeepSpeed; `weights_only` still refuses
-all other classes.
+of them is needed, so the function that opens the files may replace them (see `open_without` in
+checkpoint/torch_file.py).
 
     folder/latest                                                 name of the tag
     folder/TAG/mp_rank_00_model_states.pt                         stages 0 to 2: module, shapes
@@ -20,25 +20,22 @@ parameters of a group follow one another in the order of `param_shapes`:
 from __future__ import annotations
 
 import math
-import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import CheckpointPath
-from lightning_zero.checkpoint.torch_file import find_inflated, open_torch_file
 from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["files_with_checksums", "is_deepspeed", "open_deepspeed"]
+__all__ = ["OpenFile", "files_with_checksums", "is_deepspeed", "open_deepspeed"]
+
+OpenFile: TypeAlias = Callable[[Path], Any]  # opens one file of torch.save
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -93,7 +90,7 @@ class _Saved:
 # -------------------------------------------------------------------------------------- files
 
 
-def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
+def _open_files(folder: Path, open_file: OpenFile) -> _Saved:
     names = sorted(file.name for file in folder.iterdir())
     others = [name for name in names if re.search(r"expert_\d+_|^layer_\d+", name)]
     model_names, optim_names = _by_rank(folder, names, _MODEL), _by_rank(folder, names, _OPTIM)
@@ -103,9 +100,9 @@ def _open_files(folder: Path, weights_only: bool | None) -> _Saved:
             f"{folder} is not a ZeRO checkpoint that can be read here: it holds {found}; expected "
             "one *_model_states.pt, or one for each rank, without experts or pipeline layers."
         )
-    models = [_open_file(folder / name, weights_only, "module") for name in model_names]
+    models = [_open_file(folder / name, open_file, "module") for name in model_names]
     optims = [
-        _open_file(folder / name, weights_only, "optimizer_state_dict")["optimizer_state_dict"]
+        _open_file(folder / name, open_file, "optimizer_state_dict")["optimizer_state_dict"]
         for name in optim_names
     ]
     expected = optims[0].get("partition_count", 1) if optims else 0
@@ -144,51 +141,15 @@ def _by_rank(folder: Path, names: Iterable[str], pattern: re.Pattern[str]) -> li
     return [by_rank[rank] for rank in sorted(by_rank)]
 
 
-def _open_file(path: Path, weights_only: bool | None, key: str) -> dict[str, Any]:
+def _open_file(path: Path, open_file: OpenFile, key: str) -> dict[str, Any]:
     """Content of a file that DeepSpeed saved, its tensors mapped into memory; has a dict `key`."""
-    if weights_only is False:
-        content = open_torch_file(path, weights_only=False, pickle_module=_pickle_module())
-    else:
-        unsafe: list[str] = []
-        # If it is not a zip file, or a damaged one, `open_torch_file` raises the error.
-        with suppress(Exception), path.open("rb") as file:
-            if find_inflated(file) is None:
-                unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-        foreign = [name for name in unsafe if name.startswith("deepspeed.")]
-        with torch.serialization.safe_globals([(_placeholder(name), name) for name in foreign]):
-            content = open_torch_file(path, weights_only=True)
+    content = open_file(path)
     if not isinstance(content, dict) or not isinstance(content.get(key), dict):
         raise ValueError(
             f"{path} contains a {type(content).__name__}, expected DeepSpeed's dict with {key!r}: "
             "it is damaged, or of another version."
         )
     return content
-
-
-class _Placeholder:
-    """Object of a class that is not installed; accepts any arguments."""
-
-    def __new__(cls, *arguments: Any) -> _Placeholder:
-        return super().__new__(cls)
-
-
-def _placeholder(name: str) -> type[_Placeholder]:
-    return type(name.rpartition(".")[2], (_Placeholder,), {})
-
-
-def _pickle_module() -> ModuleType:
-    """A copy of the module pickle whose unpickler replaces DeepSpeed's classes by placeholders."""
-
-    class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if module.split(".")[0] == "deepspeed":
-                return _placeholder(name)
-            return super().find_class(module, name)
-
-    changed = ModuleType("pickle")
-    changed.__dict__.update(vars(pickle))
-    changed.Unpickler = Unpickler  # type: ignore[attr-defined]
-    return changed
 
 
 # Entries of a model file that DeepSpeed adds; all others are the user's or Lightning's.
@@ -218,13 +179,25 @@ _OWN_ENTRIES = {
 _WRAPPER = "_forward_module."  # prefix of every name in Lightning before 2.1
 
 
-def is_deepspeed(path: CheckpointPath) -> bool:
+class _Folder(Protocol):
+    """A local or remote directory."""
+
+    def __truediv__(self, name: str, /) -> Any: ...
+
+    def glob(self, pattern: str, /) -> Iterable[Any]: ...
+
+
+def is_deepspeed(path: _Folder) -> bool:
     """Whether `path` is a checkpoint directory of DeepSpeed, or the directory of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
 
-def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str, Any]:
+def open_deepspeed(path: Path, open_file: OpenFile) -> dict[str, Any]:
     """Opens the last tag of a checkpoint directory, or the directory of a tag.
+
+    Args:
+        path: The directory.
+        open_file: Opens one of its files; need not load objects of DeepSpeed's classes.
 
     Returns:
         `state_dict` in full precision, `optimizer_states` by parameter name if the checkpoint has
@@ -233,11 +206,9 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
     Raises:
         FileNotFoundError: A file is missing.
         ValueError: It is not a ZeRO checkpoint, is damaged, or has model parallelism.
-        pickle.UnpicklingError: It contains classes that `weights_only` refuses; classes of
-            DeepSpeed are not refused.
     """
     folder = _tag_folder(path)
-    saved = _open_files(folder, weights_only)
+    saved = _open_files(folder, open_file)
     try:
         return _as_lightning(saved)
     except (LookupError, TypeError, AttributeError) as error:
@@ -248,7 +219,7 @@ def open_deepspeed(path: Path, *, weights_only: bool | None = None) -> dict[str,
         ) from error
 
 
-def files_with_checksums(path: Path) -> list[CheckpointPath]:
+def files_with_checksums(path: Path) -> list[Path]:
     """Files that `open_deepspeed` opens; their records have checksums."""
     folder = _tag_folder(path)
     names = sorted(file.name for file in folder.iterdir())
