@@ -17,11 +17,13 @@ PACKAGES = [
     "comm",
     "tiers",
     "core",
+    "construction",
     "optim",
     "engine",
+    "deepspeed",
     "checkpoint",
     "planner",
-    "deepspeed",
+    "launch",
     "strategy",
     "observe",
     "cli",
@@ -31,7 +33,8 @@ ALONE = {  # packages that import only these
     "layout": set(),
     "tensors": {"layout"},
     "health": set(),
-    "deepspeed": {"layout"},
+    "deepspeed": {"layout", "tensors"},
+    "launch": {"health"},
 }
 MODULES = {
     ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p

@@ -32,7 +32,6 @@ from lightning_zero.checkpoint.source import (
     raise_damage,
     raise_damage_on_any_rank,
 )
-from lightning_zero.construction.building import partial_of
 from lightning_zero.core.access import gathered
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.engine.engine import Engine
@@ -41,6 +40,7 @@ from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import accepting_pending_values, is_dropped, set_pending_values
+from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["load_masters", "load_module", "load_optimizer", "load_weights"]
 

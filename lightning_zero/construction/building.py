@@ -24,7 +24,6 @@ parameter before it is sharded would wait for rank 0 at every layer.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -40,82 +39,9 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.health.watchdog import Watchdog
-from lightning_zero.tensors.guarded import (
-    Placement,
-    guard,
-    has_placement,
-    placement_of,
-    set_placement,
-    unguard,
-)
+from lightning_zero.tensors.partial import PartialParameter, partial_of
 
-__all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_of"]
-
-
-class PartialParameter:
-    """One parameter that is being built: unsharded, or this rank's shard of it."""
-
-    def __init__(self, building: Building, name: str, index: int, parameter: nn.Parameter) -> None:
-        self.name = name  # for messages, such as `Linear.weight`
-        self.index = index  # in the order of registration, the same on every rank
-        self.shape = parameter.shape  # of the full parameter
-        # 1-D, ceil(numel / ranks), on the CPU, zero-padded; None while unsharded.
-        self.shard: Tensor | None = None
-        self.bits = 0  # sum over the bits of the full values that were sharded last
-        # Name and properties that ranks compare.
-        self.description = (
-            f"{name}, parameter {index + 1} that configure_model has built",
-            {"shape": str(tuple(parameter.shape)), "dtype": str(parameter.dtype)},
-        )
-        self._building = building
-        self._parameter = weakref.ref(parameter)
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        return self._parameter()  # None once it is freed
-
-    # The protocol of a guarded parameter:
-
-    @property
-    def device(self) -> torch.device:
-        return self._building.device
-
-    def sharded_data(self, index: int) -> Tensor:
-        """`parameter.data`, unsharded. Collective."""
-        self._building.unshard(self)
-        parameter = self.parameter
-        assert parameter is not None
-        return parameter.data
-
-    def wait_for_update(self) -> None:
-        """Unshards the parameter before `parameter.data` is set. Collective."""
-        self._building.unshard(self)
-
-    def assign_data(self, index: int, values: Tensor) -> None:
-        """Implements `parameter.data = values`. Collective."""
-        self.sharded_data(index).copy_(values)
-
-    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
-        """A copy of the parameter. Collective."""
-        values = self.sharded_data(index)
-        parameter = self.parameter
-        assert parameter is not None
-        return nn.Parameter(values.detach().clone(), parameter.requires_grad)
-
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Not reached: a comparison first uses the values, which unshards them."""
-        raise AssertionError(self.name)
-
-    def read_into(self, view: Tensor) -> None:
-        """Copies the full values into `view` and frees the shard. Collective."""
-        view.copy_(self._building.all_gather(self).view(self.shape))
-        self._building.free(self)
-
-
-def partial_of(parameter: Tensor) -> PartialParameter | None:
-    """Record of a sharded parameter; None if it is unsharded or wrapped by an engine."""
-    holder = placement_of(parameter).bucket if has_placement(parameter) else None
-    return holder if isinstance(holder, PartialParameter) else None
+__all__ = ["Building", "move_all_but_parameters"]
 
 
 def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
@@ -309,22 +235,8 @@ class Building:
             self._is_busy = was_busy
 
     def _shard(self, piece: PartialParameter, parameter: nn.Parameter) -> None:
-        piece.shape = parameter.shape
         flat = parameter.detach().reshape(-1)
-        piece.bits = int(sum_of_bits(flat))
-        piece.shard = self._shard_of(flat)
-        placement = Placement(
-            piece.name,
-            parameter.shape,
-            parameter.dtype,
-            type(parameter),
-            piece,
-            0,
-            lambda _: self.unshard(piece),
-        )
-        set_placement(parameter, placement)
-        parameter.data = piece.shard
-        guard([parameter])
+        piece.set_shard(self._shard_of(flat), bits=int(sum_of_bits(flat)))
         self._unsharded.pop(piece, None)
 
     def _shard_of(self, flat: Tensor) -> Tensor:
@@ -353,11 +265,7 @@ class Building:
 
     def free(self, piece: PartialParameter) -> None:
         """Frees the shard, whose values have been copied. Local."""
-        parameter = piece.parameter
-        assert parameter is not None
-        piece.shard = None
-        set_placement(parameter, None)
-        unguard(parameter)
+        piece.drop_shard()
         self._unsharded[piece] = None
 
     def all_gather(self, piece: PartialParameter) -> Tensor:

@@ -15,9 +15,7 @@ Imports record, layout, tensors, health, comm and tiers.
     access        `gathered` and `full_grad`: full tensors for the user
     writes        detection of writes to parameters
     lockstep      `uneven_calls`: a number of forwards that differs between ranks
-    building      sharding while `configure_model` builds
     recompute     activation checkpointing
-    materialize   memory for modules built on the meta device
     mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
     step_worker   the thread that steps while the next forward runs
 

@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 
 from torch import Tensor, nn
 
-from lightning_zero.construction.building import partial_of
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
 from lightning_zero.health.world import failing_together
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
+from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["full_grad", "gathered"]
 

@@ -60,7 +60,6 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
-from lightning_zero.construction.building import partial_of
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker
@@ -90,6 +89,7 @@ from lightning_zero.tensors.guarded import (
 )
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import drop_parameter
+from lightning_zero.tensors.partial import partial_of
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad

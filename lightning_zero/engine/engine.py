@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.construction.building import partial_of
 from lightning_zero.construction.materialize import check_can_materialize, materialize
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.hooks import Hooks
@@ -59,6 +58,7 @@ from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import clear_pending_values, pending_values
+from lightning_zero.tensors.partial import partial_of
 from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
