@@ -12,7 +12,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from lightning_zero.core import building
+from lightning_zero.construction import building
 from lightning_zero.tensors.partial import PartialParameter, partial_of
 from tests.benchmarks.storage import live_storage_bytes
 from tests.distributed.ranks import run_ranks
