@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adam
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.comm.consistency import check_equal
-from lightning_zero.core import building
+from lightning_zero.construction import building
 from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.distributed.ranks import run_ranks
