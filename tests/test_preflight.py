@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.strategy.requeue import check_slurm_layout
+from lightning_zero.launch.slurm import check_slurm_layout
 
 
 def srun(nodes, tasks, num_tasks, **more):

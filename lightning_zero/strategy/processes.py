@@ -1,13 +1,8 @@
-"""One process per device: identity and start of ranks, and small collectives on WORLD.
-
-Rank 0 of a node starts the script once for each other rank of the node, unless torchrun or srun
-have started the ranks.
-"""
+"""One process per device: identity and connection of ranks, and small collectives on WORLD."""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -16,22 +11,15 @@ from typing import Any, Literal, get_args
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
-    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import MPSAccelerator
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
@@ -50,9 +38,9 @@ from lightning_zero.health.world import (
     wait_for_world,
     world_size,
 )
-from lightning_zero.launch.children import Children, ProcessSnapshot, how_child_ended
-from lightning_zero.launch.hydra import check_launch, child_command, current_job
-from lightning_zero.strategy.requeue import Requeueing, check_slurm_layout
+from lightning_zero.launch.children import how_child_ended
+from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
+from lightning_zero.strategy.requeue import with_requeueing
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
@@ -118,18 +106,19 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         self._refuse_mps()
         if self._start_method != "popen":
-            self._launcher = _ProcessLauncher(self, start_method=self._start_method)
+            self._launcher = ProcessLauncher(
+                self, start_method=self._start_method, wrap=with_resolved_ckpt_path
+            )
             return
-        children = Children.current()
-        if children is not None and children.job != current_job():
-            children.end()  # before the environment is read for the rank of this process
+        end_earlier_job()  # before the environment is read for the rank of this process
         # Also if torchrun or srun start the ranks: the launcher checks that the environment has the
         # layout of the Trainer.
-        self._launcher = _ScriptLauncher(
+        self._launcher = ScriptLauncher(
             self.cluster_environment,
             self.num_processes,
             self.num_nodes,
             on_cuda=any(device.type == "cuda" for device in self.parallel_devices or ()),
+            wrap=_wrapped_method,
         )
 
     def _refuse_mps(self) -> None:
@@ -276,6 +265,11 @@ def _shape_of(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+def _wrapped_method(function: Callable[..., Any], trainer: pl.Trainer | None) -> Callable[..., Any]:
+    """A method of the Trainer that resumes as the user and SLURM have requested."""
+    return with_requeueing(with_resolved_ckpt_path(function, trainer), trainer)
+
+
 def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
     """Warns on a rank that is not one of the consecutive ranks of its node."""
     if rank // num_devices != node_rank:
@@ -285,77 +279,3 @@ def check_numbering(rank: int, node_rank: int, num_devices: int) -> None:
             "ranks node by node (SLURM's --distribution=block).",
             stacklevel=2,
         )
-
-
-class _ProcessLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher, with "last" and "newest" resolved to a checkpoint."""
-
-    @override
-    def _wrapping_function(
-        self,
-        process_idx: int,
-        trainer: pl.Trainer | None,
-        function: Callable[..., Any],
-        *rest: Any,
-    ) -> None:
-        super()._wrapping_function(
-            process_idx, trainer, with_resolved_ckpt_path(function, trainer), *rest
-        )
-
-
-class _ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, with support for Hydra and SLURM.
-
-    Children get rank 0's Hydra job instead of its command line. A wrong SLURM layout is an error
-    with the correct lines. A fit under SLURM is requeued.
-    """
-
-    def __init__(
-        self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, *, on_cuda: bool
-    ) -> None:
-        super().__init__(environment, num_processes, num_nodes)
-        self.on_cuda = on_cuda
-
-    @override
-    def launch(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        trainer: pl.Trainer | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        environment = self.cluster_environment
-        if isinstance(environment, SLURMEnvironment) and environment.job_id() is not None:
-            check_slurm_layout(
-                os.environ,
-                num_devices=self.num_processes,
-                num_nodes=self.num_nodes,
-                on_cuda=self.on_cuda,
-            )
-        environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if not environment.creates_processes_externally:
-            self._start_children()
-        children = Children.current()
-        self.procs = children.processes if children is not None else []
-        _set_num_threads_if_needed(num_processes=self.num_processes)
-        function = with_resolved_ckpt_path(function, trainer)
-        with children.needed() if children is not None else nullcontext():
-            if trainer is not None and Requeueing.is_wanted(trainer):
-                return Requeueing(trainer).run(function, *args, **kwargs)
-            return function(*args, **kwargs)
-
-    def _start_children(self) -> None:
-        environment = self.cluster_environment
-        check_launch(self.num_processes)
-        commands = [child_command(local_rank) for local_rank in range(1, self.num_processes)]
-        first_rank = environment.node_rank() * self.num_processes + 1
-        children = Children(current_job(), first_rank=first_rank, before=ProcessSnapshot.take())
-        os.environ["MASTER_ADDR"] = environment.main_address
-        os.environ["MASTER_PORT"] = str(environment.main_port)
-        os.environ["NODE_RANK"] = str(environment.node_rank())
-        os.environ["LOCAL_RANK"] = str(environment.local_rank())
-        os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
-        for local_rank, (command, cwd) in enumerate(commands, 1):
-            variables = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            children.processes.append(subprocess.Popen(command, env=variables, cwd=cwd))
-        children.start()

@@ -1,13 +1,10 @@
-"""SLURM jobs: check of a job's layout against the Trainer's, and requeueing.
+"""Requeueing of SLURM jobs.
 
-The ranks would wait until the timeout for a rank that SLURM has not started. So a layout that
-differs from the Trainer's is an error, with the correct lines.
-
-Requeueing: a job that SLURM is about to stop saves once, is queued again, and resumes from that
-checkpoint. SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds
-each rank at a different point, perhaps inside a collective, and may reach only one rank. So the
-handler only sets a flag. At the next boundary between batches, where no gradient is pending, the
-ranks share their flags and save together, and rank 0 asks SLURM to queue the job again.
+A job that SLURM is about to stop saves once, is queued again, and resumes from that checkpoint.
+SLURM's signal (`#SBATCH --signal=SIGUSR1@90`, or SIGTERM before a preemption) finds each rank at a
+different point, perhaps inside a collective, and may reach only one rank. So the handler only sets
+a flag. At the next boundary between batches, where no gradient is pending, the ranks share their
+flags and save together, and rank 0 asks SLURM to queue the job again.
 """
 
 from __future__ import annotations
@@ -15,13 +12,12 @@ from __future__ import annotations
 import errno
 import inspect
 import os
-import re
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,76 +30,21 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.atomic import recover
+from lightning_zero.launch.slurm import requeue_job
 from lightning_zero.strategy.loops import StopRequest, name_of_batch
 from lightning_zero.strategy.patches import Patches
 
-__all__ = ["RequeuedExit", "Requeueing", "check_slurm_layout"]
+__all__ = ["RequeuedExit", "with_requeueing"]
 
 _NUM_FITS = "LIGHTNING_ZERO_NUM_FITS"  # an environment variable, which outlives every Trainer
 _SEEN_WITHIN_S = 60.0  # time until a shared file system shows a file of another node
 
 
-def check_slurm_layout(
-    environment: Mapping[str, str], *, num_devices: int, num_nodes: int, on_cuda: bool
-) -> None:
-    """Compares nodes, tasks per node and GPUs with the Trainer's. Reads the environment only.
-
-    Args:
-        environment: Environment that srun sets for a task, or sbatch for its script.
-        num_devices: Devices per node of the Trainer.
-        num_nodes: Nodes of the Trainer.
-        on_cuda: Whether the devices are GPUs.
-
-    Raises:
-        ValueError: The layouts differ.
-    """
-    get = environment.get
-    given_nodes = int(get("SLURM_STEP_NUM_NODES", get("SLURM_NNODES", "1")))
-    packed = get("SLURM_STEP_TASKS_PER_NODE", get("SLURM_TASKS_PER_NODE", ""))  # `2(x3),1`
-    tasks = [
-        int(count)
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", packed)
-        for _ in range(int(times or 1))
-    ] or [int(get("SLURM_NTASKS_PER_NODE", num_devices))]
-    num_tasks = int(get("SLURM_NTASKS", "1"))
-    trainer = f"Trainer(num_nodes={num_nodes}, devices={num_devices})"
-    lines = _lines(num_devices, num_nodes, on_cuda)
-    if on_cuda and "SLURM_GPUS_PER_TASK" in environment:
-        lines += (
-            "\n--gpus-per-task makes only a task's own GPUs visible to it, but every task must see "
-            "all devices of its node: use --gpus-per-node, and set devices to that number."
-        )
-    if given_nodes != num_nodes or any(count != num_devices for count in tasks):
-        counts = str(tasks[0]) if len(set(tasks)) == 1 else ", ".join(map(str, tasks))
-        raise ValueError(
-            f"{trainer} needs {num_nodes} node(s) with {num_devices} task(s) each, one for every "
-            f"device, but SLURM gave {given_nodes} node(s) with {counts} task(s).\n{lines}"
-        )
-    if num_tasks > 1 and "SLURM_PROCID" in environment and "SLURM_STEP_ID" not in environment:
-        raise ValueError(
-            f"SLURM gave {num_tasks} tasks, but this process was started without srun, so that the "
-            f"other ranks are not running.\n{lines}"
-        )
-    gpus = get("SLURM_GPUS_ON_NODE", "")
-    if on_cuda and gpus.isdigit() and int(gpus) < num_devices:
-        raise ValueError(
-            f"{trainer} needs {num_devices} GPU(s) on every node, but SLURM gave {gpus}.\n{lines}"
-        )
-
-
-def _lines(num_devices: int, num_nodes: int, on_cuda: bool) -> str:
-    lines = [f"#SBATCH --nodes={num_nodes}", f"#SBATCH --ntasks-per-node={num_devices}"]
-    if on_cuda:
-        lines.append(f"#SBATCH --gpus-per-node={num_devices}")
-    return (
-        "Use these lines in the batch script, and start Python with srun:\n"
-        + "\n".join(f"    {line}" for line in [*lines, "srun python ..."])
-        + "\nWith Hydra's submitit launcher: hydra.launcher.nodes="
-        f"{num_nodes} hydra.launcher.tasks_per_node={num_devices}"
-    )
-
-
-# -------------------------------------------------------------------- requeue
+def with_requeueing(function: Callable[..., Any], trainer: Trainer | None) -> Callable[..., Any]:
+    """Wraps `function` of the Trainer if it is a fit that SLURM may requeue."""
+    if trainer is None or not Requeueing.is_wanted(trainer):
+        return function
+    return partial(Requeueing(trainer).run, function)
 
 
 class RequeuedExit(SIGTERMException):
@@ -273,15 +214,19 @@ class Requeueing(_SignalConnector):
         strategy.checkpoint_io.teardown()
         self._save_metrics()  # SLURM may kill the processes as soon as it requeues the job
         strategy.barrier()
-        why_not = strategy.broadcast(self._requeue(agreed) if strategy.is_global_zero else None)
+        # SIGTERM also comes from scancel and after the time limit; the job then ends.
+        is_preempted = agreed == StopRequest.PREEMPT
+        is_first = strategy.is_global_zero
+        why_not = requeue_job(only_if_running=is_preempted) if is_first else None
+        why_not = strategy.broadcast(why_not)
         if why_not is None:
             raise RequeuedExit
-        consequence = "ends" if agreed == StopRequest.PREEMPT else "continues to train"
+        consequence = "ends" if is_preempted else "continues to train"
         rank_zero_warn(
             f"The job is not requeued ({why_not}) and {consequence}; {self.path} is saved, and "
             "fit(ckpt_path=...) resumes from it."
         )
-        if agreed == StopRequest.PREEMPT:
+        if is_preempted:
             raise RequeuedExit
         if request is StopRequest.REQUEUE:  # a request during the save stays
             self.request = StopRequest.NONE
@@ -292,33 +237,6 @@ class Requeueing(_SignalConnector):
                 logger.save()
         except Exception as error:  # other ranks wait, and the checkpoint is saved
             rank_zero_warn(f"the metrics were not saved: {type(error).__name__}: {error}")
-
-    def _requeue(self, request: int) -> str | None:
-        """Asks SLURM to requeue the job; returns the reason if it does not. On rank 0 only."""
-        job = number = os.environ["SLURM_JOB_ID"]
-        # SIGTERM also comes from scancel and after the time limit; the job then ends.
-        if request == StopRequest.PREEMPT:
-            shown = _scontrol("show", "job", "-o", number)
-            state = re.search(r"\bJobState=(\w+)", shown.stdout)
-            if state is None:
-                return f"its state is unknown: {shown.stderr.strip() or shown.stdout}"
-            if state[1] != "RUNNING":
-                return f"it is {state[1]}"
-        if "SLURM_ARRAY_JOB_ID" in os.environ:  # by the number alone, SLURM may take all of it
-            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-        done = _scontrol("requeue", job)
-        if done.returncode == 0:
-            return None
-        return f"scontrol requeue {job}: {done.stderr.strip() or done.returncode}"
-
-
-def _scontrol(*words: str) -> subprocess.CompletedProcess[str]:
-    """Runs scontrol; if it cannot run, returns status 1 with the reason as stderr."""
-    command = ["scontrol", *words]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 1, stdout="", stderr=str(error))
 
 
 def _check_owner(path: Path) -> None:
