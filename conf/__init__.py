@@ -5,9 +5,21 @@ copied them. `make_trainer(config)` builds the Trainer with callbacks and logger
 `optimized_metric` is the value that `main` returns to a sweeper.
 """
 
-from lightning_zero.launch.schema import register
-from lightning_zero.launch.trainer import make_trainer, optimized_metric
+import lightning.pytorch as pl
+from omegaconf import DictConfig
 
-__all__ = ["make_trainer", "optimized_metric"]
+from lightning_zero.launch import trainer
+from lightning_zero.launch.schema import register, schema
+from lightning_zero.launch.trainer import optimized_metric
+from lightning_zero.observe.monitor import ZeroMonitor
+from lightning_zero.strategy.strategy import ZeroStrategy
 
-register()
+__all__ = ["ZeroStrategySettings", "make_trainer", "optimized_metric"]
+
+ZeroStrategySettings = schema(ZeroStrategy, "lightning_zero.ZeroStrategy", module=__name__)
+register(ZeroStrategySettings)
+
+
+def make_trainer(config: DictConfig) -> pl.Trainer:
+    """Makes the Trainer of a composed configuration; see `launch.trainer.make_trainer`."""
+    return trainer.make_trainer(config, strategy_type=ZeroStrategy, monitor_type=ZeroMonitor)

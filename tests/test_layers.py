@@ -26,6 +26,7 @@ PACKAGES = [
     "launch",
     "strategy",
     "observe",
+    "conf",
     "cli",
 ]
 ALONE = {  # packages that import only these
@@ -34,12 +35,12 @@ ALONE = {  # packages that import only these
     "tensors": {"layout"},
     "health": set(),
     "deepspeed": {"layout", "tensors"},
-    "launch": {"health"},
+    "launch": {"layout", "health"},
+    "conf": {"launch", "strategy", "observe"},
 }
 MODULES = {
     ".".join(p.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): p
-    for p in sorted(PACKAGE.rglob("*.py"))
-    if "conf" not in p.relative_to(PACKAGE).parts
+    for p in sorted([*PACKAGE.rglob("*.py"), PACKAGE / "conf" / "__init__.py"])  # conf is a link
 }
 
 
@@ -115,13 +116,24 @@ def test_every_package_docstring_lists_its_modules():
         assert not missing or package == "cli", f"{package}: {missing}"
 
 
-def test_only_the_strategy_and_later_packages_import_lightning_and_hydra():
-    known = {"lightning", "lightning_utilities", "hydra", "omegaconf", "wandb"}
-    below = PACKAGES[: PACKAGES.index("strategy")]
+def test_only_launch_and_later_packages_import_lightning():
+    known = {"lightning", "lightning_utilities", "wandb"}
+    below = PACKAGES[: PACKAGES.index("launch")]
     assert_none(
         (module, {name for name in imported(module) if name.split(".")[0] in known})
         for module, package in packages()
         if package in below
+    )
+
+
+def test_only_launch_and_the_reading_of_configurations_import_hydra():
+    assert_none(
+        (
+            module,
+            {name for name in imported(module) if name.split(".")[0] in {"hydra", "omegaconf"}},
+        )
+        for module, package in packages()
+        if package not in {"launch", "conf"} and module != "lightning_zero.cli.plan"
     )
 
 

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import lightning_zero.conf  # noqa: F401  # registers the schemas that its files refer to
 from lightning_zero.cli.options import PRECISIONS
 from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
 from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.core.recompute import find_checkpointed, outermost
-from lightning_zero.launch.schema import register
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
@@ -407,7 +407,6 @@ def _hydra(args: argparse.Namespace) -> Source:
         raise ValueError(f"--config-dir {folder} is not a directory.")
     if "" not in sys.path:
         sys.path.insert(0, "")
-    register()  # conf refers to registered schemas
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(version_base="1.3", config_dir=str(folder)):

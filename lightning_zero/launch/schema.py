@@ -2,7 +2,7 @@
 
 Every choice of the group `zero` is based on the schema of the strategy's settings. So Hydra shows
 and completes all of them, and reports a misspelt key or a wrong type before anything runs. The
-group also adds the callback `HydraJobs`.
+group also adds the callback `HydraJobs`. `lightning_zero.conf` registers both.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lightning_zero.launch.hydra import run_name, sweep_name
-from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["ZeroStrategySettings", "register", "schema"]
+__all__ = ["register", "schema"]
 
 _GROUP = "hydra/lightning_zero"
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.launch.hydra_jobs.HydraJobs"}}
@@ -28,16 +27,23 @@ _SIMPLE = {bool, int, float, str, NoneType}
 _SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
 
 
-def schema() -> type[Any]:
-    """A dataclass of the strategy's settings whose default YAML can express."""
-    hints = get_type_hints(ZeroStrategy.__init__)
-    settings: list[Any] = [("_target_", str, field(default="lightning_zero.ZeroStrategy"))]
-    for name, parameter in inspect.signature(ZeroStrategy).parameters.items():
+def schema(strategy: type, target: str, *, module: str) -> type[Any]:
+    """A dataclass of the strategy's settings whose default YAML can express.
+
+    Args:
+        strategy: Class of the strategy.
+        target: Path from which users import it.
+        module: Name of the module that keeps the result as `ZeroStrategySettings`, so that a
+            composed config can be pickled.
+    """
+    hints = get_type_hints(strategy.__init__)  # type: ignore[misc]
+    settings: list[Any] = [("_target_", str, field(default=target))]
+    for name, parameter in inspect.signature(strategy).parameters.items():
         default = parameter.default
         if name not in _SET_BY_TRAINER and type(default) in _SIMPLE:
             settings.append((name, _yaml_type(hints[name]), field(default=default)))
     made = make_dataclass("ZeroStrategySettings", settings)
-    made.__module__ = __name__  # pickle finds the class by module and `__qualname__`
+    made.__module__ = module  # pickle finds the class by module and `__qualname__`
     # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch.
     made.__name__ = "ZeroStrategySettings (--cfg job shows all)"
     return made
@@ -53,16 +59,13 @@ def _yaml_type(hint: Any) -> Any:
     return Any
 
 
-ZeroStrategySettings = schema()  # a module attribute, so that a composed config can be pickled
-
-
-def register() -> None:
-    """Registers the schema and resolvers of the files of `conf` with Hydra. Idempotent.
+def register(settings: type[Any]) -> None:
+    """Registers the schema `settings` and the resolvers of the files of `conf`. Idempotent.
 
     The group is below `hydra/`, so that Hydra does not list it among an application's own groups.
     """
     store = ConfigStore.instance()
-    store.store("strategy", ZeroStrategySettings, _GROUP, provider="lightning_zero")
+    store.store("strategy", settings, _GROUP, provider="lightning_zero")
     store.store("jobs", _JOBS, _GROUP, provider="lightning_zero")
     # The same for a launcher, since Hydra refuses a name that occurs twice. Workers do not import
     # the script; importing the callback's class registers the names of strategies there.

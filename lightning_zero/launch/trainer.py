@@ -9,14 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.strategies import Strategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
 
 from lightning_zero.launch.hydra import masked
-from lightning_zero.observe.monitor import ZeroMonitor
-from lightning_zero.strategy.strategy import ZeroStrategy
+from lightning_zero.layout.config import ZeroConfig
 
 __all__ = [
     "RunSettings",
@@ -27,12 +27,19 @@ __all__ = [
 ]
 
 
-def make_trainer(config: DictConfig) -> pl.Trainer:
+def make_trainer(
+    config: DictConfig, *, strategy_type: type[Strategy], monitor_type: type[pl.Callback]
+) -> pl.Trainer:
     """Makes the Trainer of `config.trainer`, with all of `config.callbacks` and `config.logger`.
 
     Both are mappings whose values may be null. Every logger logs the resolved settings without
     secrets (see `masked`). A callback without effect is left out, with a message: a
-    `LearningRateMonitor` without a logger, a `ZeroMonitor` without a `ZeroStrategy`.
+    `LearningRateMonitor` without a logger, a monitor of ZeRO without its strategy.
+
+    Args:
+        config: The composed configuration.
+        strategy_type: Class of the strategies that `monitor_type` observes.
+        monitor_type: Class of callbacks that need such a strategy.
 
     Raises:
         ValueError: `config.trainer.strategy` has settings but no `_target_`.
@@ -53,8 +60,8 @@ def make_trainer(config: DictConfig) -> pl.Trainer:
     callbacks.append(RunSettings(masked(config)))
     make = instantiate(config.trainer, _partial_=True)
     strategy = make.keywords.get("strategy")
-    if not (isinstance(strategy, ZeroStrategy) or str(strategy).startswith("zero")):
-        callbacks = _without(callbacks, ZeroMonitor, f"the strategy is {strategy}")
+    if not (isinstance(strategy, strategy_type) or str(strategy).startswith("zero")):
+        callbacks = _without(callbacks, monitor_type, f"the strategy is {strategy}")
     trainer: pl.Trainer = make(callbacks=callbacks, logger=loggers)
     return trainer
 
@@ -126,10 +133,10 @@ def num_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def strategy_settings(strategy: object) -> dict[str, Any]:
-    """Class name of a strategy; for a `ZeroStrategy` also its resolved settings."""
+    """Class name of a strategy; for one with a `ZeroConfig` also its resolved settings."""
     settings: dict[str, Any] = {"name": type(strategy).__name__}
-    if isinstance(strategy, ZeroStrategy):
-        config = strategy.config
+    config = getattr(strategy, "config", None)
+    if isinstance(config, ZeroConfig):
         settings |= {
             field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)
         }

@@ -2,14 +2,13 @@
 
 Imports `record`, `layout`, `checkpoint` and `strategy`. The only package that imports W&B.
 
-    monitor        `ZeroMonitor`, the callback, and the monitor of one fit
-    metrics        metrics of a recorded step, and throughput between two of them
-    report         `MemoryTable`, and the report at the end of a job
-    tables         text in columns, fitted to the width of the terminal
-    recordings     files of recordings, and traces in the Trace Event Format for Perfetto
-    plots          plots of a step and of memory
-    loggers        loggers that continue after a requeue, and panels for W&B
-    hydra_trainer  the Trainer of a Hydra configuration, for `lightning_zero.conf`
+    monitor     `ZeroMonitor`, the callback, and the monitor of one fit
+    metrics     metrics of a recorded step, and throughput between two of them
+    report      `MemoryTable`, and the report at the end of a job
+    tables      text in columns, fitted to the width of the terminal
+    recordings  files of recordings, and traces in the Trace Event Format for Perfetto
+    plots       plots of a step and of memory
+    loggers     loggers that continue after a requeue, and panels for W&B
 
 Start reading at `monitor`.
 """

@@ -1,17 +1,16 @@
 """The Lightning side: the strategies, and the start and end of ranks.
 
-Imports the engine, checkpoint, planner and deepspeed. Only this package and later ones import
-lightning and Hydra.
+Imports the engine, checkpoint, planner, deepspeed and launch.
 
     strategy          `ZeroStrategy`, which a user gives the Trainer; saving and loading of states
-    settings, schema  arguments: their checks, the choice of stage "auto", the schema for Hydra.
-                      Wrong settings are errors before any process group; a model that does not fit
-                      into memory is an error in set-up
+    settings          arguments: their checks, the choice of stage "auto". Wrong settings are errors
+                      before any process group; a model that does not fit into memory is an error
+                      in set-up
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
                       module after a fit
     saving            saving and loading of checkpoints, full and sharded
-    processes, children, hydra, hydra_jobs  identity and start of ranks
-    slurm             check of a job's layout, and requeueing
+    processes         identity and connection of ranks, and collectives on WORLD
+    requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes
     loops             the check of all ranks between two batches, and evaluation with a different
                       number of batches on each rank
