@@ -33,7 +33,7 @@ ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
     "tensors": {"layout"},
-    "health": set(),
+    "health": {"layout"},
     "deepspeed": {"layout", "tensors"},
     "launch": {"layout", "health"},
     "conf": {"launch", "strategy", "observe"},

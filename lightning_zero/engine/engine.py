@@ -43,8 +43,8 @@ from lightning_zero.engine.consistency import (
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
 from lightning_zero.health.watchdog import Watchdog
-from lightning_zero.health.world import WaitLimits, as_timeout, failing_together, has_world
-from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.health.world import failing_together, has_world
+from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets

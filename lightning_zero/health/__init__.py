@@ -1,4 +1,4 @@
-"""Health of the ranks: failures are detected and end all waits. Imports no other package.
+"""Health of the ranks: failures are detected and end all waits. Imports layout.
 
     world         the default process group: its backend, timeouts and store; disconnecting groups
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them

@@ -47,7 +47,8 @@ from lightning_zero.health.peers import (
     log_unreadable,
 )
 from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits
-from lightning_zero.health.world import WaitLimits, disconnect_groups, world_size
+from lightning_zero.health.world import disconnect_groups, world_size
+from lightning_zero.layout.config import WaitLimits
 
 __all__ = [
     "DESYNC_HINT",

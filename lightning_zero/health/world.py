@@ -11,7 +11,6 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,15 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "WaitLimits",
-    "as_timeout",
     "broadcast_object",
-    "check_backend",
     "disconnect_groups",
     "failing_together",
     "gather_objects",
     "has_world",
     "is_world",
+    "known_backends",
     "leave_world",
     "open_store",
     "raise_together",
@@ -45,89 +42,11 @@ _RENDEZVOUS_MARGIN_S = 2.0  # wait for torch's own error, which is more precise
 _T = TypeVar("_T")
 
 
-def as_timeout(value: object) -> timedelta | None:
-    """Converts a user's timeout of collectives; None: the backend's.
-
-    Raises:
-        TypeError: It is neither a timedelta nor a number of seconds.
-        ValueError: It is not positive and finite.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
-        raise TypeError(
-            "timeout must be a datetime.timedelta or a number of seconds, got "
-            f"{value!r}; one hour is timeout=timedelta(hours=1) or timeout=3600."
-        )
-    try:
-        timeout = value if isinstance(value, timedelta) else timedelta(seconds=value)
-    except (ValueError, OverflowError):  # NaN and infinity
-        timeout = timedelta(0)
-    if timeout <= timedelta(0):
-        raise ValueError(
-            f"timeout must be more than 0 seconds, and finite, got {value!r}; one day is "
-            "timeout=timedelta(days=1)."
-        )
-    return timeout
-
-
-@dataclass(frozen=True)
-class WaitLimits:
-    """Limits of the time that a rank may keep others waiting, in seconds.
-
-    Attributes:
-        report_s: Wait after which the status of every rank is reported, once; None: never.
-        lost_s: Silence after which a rank counts as lost, which ends the job on all ranks; None:
-            silence alone ends nothing.
-
-    Raises:
-        TypeError: A limit is not a number.
-        ValueError: A limit is not more than 0.
-    """
-
-    report_s: float | None = 30.0
-    lost_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_seconds("wait_report_s", self.report_s, "never")
-        _check_seconds("heartbeat_timeout_s", self.lost_s, "no limit")
-
-
-def _check_seconds(name: str, value: object, without: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{name} must be a number of seconds, or None, which means {without}, got {value!r}."
-        )
-    if not value > 0:  # NaN neither
-        raise ValueError(
-            f"{name} must be more than 0 seconds, got {value!r}; None means {without}."
-        )
-
-
-def check_backend(value: object) -> None:
-    """Checks that torch knows a user's backend, such as "cpu:gloo,cuda:nccl".
-
-    Raises:
-        TypeError: It is not a string.
-        ValueError: Torch does not know it.
-    """
-    if value is None or not dist.is_available():
-        return
-    if not isinstance(value, str):
-        raise TypeError(
-            f"process_group_backend must be a name such as 'gloo' or 'nccl', got {value!r}."
-        )
-    known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
-    for part in value.split(","):
-        name = part.rpartition(":")[2].strip().lower()
-        if name not in known:
-            raise ValueError(
-                f"process_group_backend must be one of {', '.join(known)}, or such as "
-                f"'cpu:gloo,cuda:nccl', got {value!r}; leave it out for nccl on CUDA and gloo on "
-                "the CPU. A backend of another package must be registered first: import it."
-            )
+def known_backends() -> list[str]:
+    """Names of torch's backends, with those of other packages; empty without torch.distributed."""
+    if not dist.is_available():
+        return []
+    return [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> Any:

@@ -1,10 +1,14 @@
-"""`ZeroConfig`: the settings of the engine, checked once, before any process group exists."""
+"""Settings of the engine, checked once, before any process group exists.
+
+`ZeroConfig` has all that decide how a model is trained, `WaitLimits` how long a rank waits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,7 +19,16 @@ from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.sizes import as_integer
 from lightning_zero.layout.stage import STAGES, Stage, State
 
-__all__ = ["MAY_BE_ZERO", "NEEDS", "SIZES", "Modules", "Need", "ZeroConfig"]
+__all__ = [
+    "MAY_BE_ZERO",
+    "NEEDS",
+    "SIZES",
+    "Modules",
+    "Need",
+    "WaitLimits",
+    "ZeroConfig",
+    "as_timeout",
+]
 
 _FLOATING = {
     "fp16": torch.float16,
@@ -324,3 +337,67 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "offload_param": OffloadConfig.of,
     "sharding_group_size": _check_group_size,
 }
+
+
+# ------------------------------------------------------------------------------------------- waits
+
+
+def as_timeout(value: object) -> timedelta | None:
+    """Converts a user's timeout of collectives; None: the backend's.
+
+    Raises:
+        TypeError: It is neither a timedelta nor a number of seconds.
+        ValueError: It is not positive and finite.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (timedelta, int, float)):
+        raise TypeError(
+            "timeout must be a datetime.timedelta or a number of seconds, got "
+            f"{value!r}; one hour is timeout=timedelta(hours=1) or timeout=3600."
+        )
+    try:
+        timeout = value if isinstance(value, timedelta) else timedelta(seconds=value)
+    except (ValueError, OverflowError):  # NaN and infinity
+        timeout = timedelta(0)
+    if timeout <= timedelta(0):
+        raise ValueError(
+            f"timeout must be more than 0 seconds, and finite, got {value!r}; one day is "
+            "timeout=timedelta(days=1)."
+        )
+    return timeout
+
+
+@dataclass(frozen=True)
+class WaitLimits:
+    """Limits of the time that a rank may keep others waiting, in seconds.
+
+    Attributes:
+        report_s: Wait after which the status of every rank is reported, once; None: never.
+        lost_s: Silence after which a rank counts as lost, which ends the job on all ranks; None:
+            silence alone ends nothing.
+
+    Raises:
+        TypeError: A limit is not a number.
+        ValueError: A limit is not more than 0.
+    """
+
+    report_s: float | None = 30.0
+    lost_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_seconds("wait_report_s", self.report_s, "never")
+        _check_seconds("heartbeat_timeout_s", self.lost_s, "no limit")
+
+
+def _check_seconds(name: str, value: object, without: str) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name} must be a number of seconds, or None, which means {without}, got {value!r}."
+        )
+    if not value > 0:  # NaN neither
+        raise ValueError(
+            f"{name} must be more than 0 seconds, got {value!r}; None means {without}."
+        )

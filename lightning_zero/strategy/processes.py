@@ -27,10 +27,7 @@ from typing_extensions import override
 
 from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
 from lightning_zero.health.world import (
-    WaitLimits,
-    as_timeout,
     broadcast_object,
-    check_backend,
     failing_together,
     has_world,
     is_world,
@@ -40,8 +37,10 @@ from lightning_zero.health.world import (
 )
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
+from lightning_zero.layout.config import WaitLimits, as_timeout
 from lightning_zero.strategy.requeue import with_requeueing
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
+from lightning_zero.strategy.settings import check_backend
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 

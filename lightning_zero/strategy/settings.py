@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.consistency import describe_config
-from lightning_zero.health.world import failing_together, gather_objects
+from lightning_zero.health.world import failing_together, gather_objects, known_backends
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.probe import find_full_optimizers
@@ -44,6 +44,7 @@ __all__ = [
     "Settings",
     "as_arguments",
     "auto_base",
+    "check_backend",
     "choose",
     "check_memory_fits",
 ]
@@ -173,6 +174,30 @@ class Settings:
                 "param_dtype='float32', no parameter is cast."
             )
         return chosen
+
+
+def check_backend(value: object) -> None:
+    """Checks that torch knows a user's backend, such as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        TypeError: It is not a string.
+        ValueError: Torch does not know it.
+    """
+    known = known_backends()
+    if value is None or not known:
+        return
+    if not isinstance(value, str):
+        raise TypeError(
+            f"process_group_backend must be a name such as 'gloo' or 'nccl', got {value!r}."
+        )
+    for part in value.split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in known:
+            raise ValueError(
+                f"process_group_backend must be one of {', '.join(known)}, or such as "
+                f"'cpu:gloo,cuda:nccl', got {value!r}; leave it out for nccl on CUDA and gloo on "
+                "the CPU. A backend of another package must be registered first: import it."
+            )
 
 
 def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:

@@ -56,11 +56,10 @@ from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.health.world import (
     DEFAULT_TIMEOUT,
-    WaitLimits,
     failing_together,
     gather_objects,
 )
-from lightning_zero.layout.config import Modules
+from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES

@@ -29,7 +29,8 @@ from lightning_zero.health.watchdog import (
     PeerAbortedError,
     Watchdog,
 )
-from lightning_zero.health.world import WaitLimits, disconnect_groups
+from lightning_zero.health.world import disconnect_groups
+from lightning_zero.layout.config import WaitLimits
 from tests.distributed.ranks import RankError, run_ranks
 from tests.fitting import make_trainer, settings
 from tests.models import MLPModule
