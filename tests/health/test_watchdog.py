@@ -1,0 +1,719 @@
+"""Waits for other ranks end with the cause, and long waits report the status of every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.core import order
+from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
+from lightning_zero.health.reports import RankStatus, is_one_way, report, user_frames
+from lightning_zero.health.watchdog import (
+    DesynchronizedError,
+    PeerAbortedError,
+    Watchdog,
+)
+from lightning_zero.health.world import WaitLimits, disconnect_groups
+from tests.support.fitting import make_trainer, settings
+from tests.support.models import MLPModule
+from tests.support.ranks import RankError, run_ranks
+
+
+def _error_of(action):
+    """Returns the error of `action`, as text, and the seconds that it took."""
+    start = time.monotonic()
+    try:
+        action()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _engine(stage=1, **options):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    optimizer = torch.optim.AdamW(module.parameters())
+    engine = Engine(module, [optimizer], ZeroConfig(stage=stage), **options)
+    return engine, lambda: engine.backward(module(torch.ones(2, 6)).square().mean())
+
+
+# ---------------------------------------------------------------- failures
+
+
+class FaultyModule(MLPModule):
+    def __init__(self, fault, num_workers=0, **kwargs):
+        super().__init__(**kwargs)
+        self.fault, self.num_workers = fault, num_workers
+
+    def train_dataloader(self):
+        data = list(super().train_dataloader())
+        return DataLoader(data, batch_size=None, num_workers=self.num_workers)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.fault()
+        return super().training_step(batch, batch_idx)
+
+
+def _raise():
+    raise ArithmeticError("out of luck")
+
+
+def _fit_with_fault(rank, world_size, stage, fault, num_workers):
+    module = FaultyModule(fault, num_workers, ranks=world_size)
+    trainer = make_trainer(settings(stage), limit_train_batches=3)
+    return _error_of(lambda: trainer.fit(module))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
+    first, second = run_ranks(2, _fit_with_fault, stage, _raise, 1, has_group=False)
+    assert second[0] == "ArithmeticError: out of luck"
+    assert first[0].startswith("PeerAbortedError: rank 0 stops because rank 1 raised Arithmetic")
+    assert "out of luck" in first[0]
+
+
+class GatheringModule(FaultyModule):
+    """Rank 0 waits in a collective of its own while rank 1 raises."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 0:
+            dist.all_reduce(torch.ones(1))
+        return super().training_step(batch, batch_idx)
+
+
+def _fit_gathering(rank, world_size):
+    trainer = make_trainer(settings(1), limit_train_batches=3)
+    return _error_of(lambda: trainer.fit(GatheringModule(_raise, ranks=world_size)))
+
+
+def test_an_exception_while_another_rank_is_in_a_collective_of_the_user_ends_both_soon():
+    first, second = run_ranks(2, _fit_gathering, has_group=False)
+    assert second[0] == "ArithmeticError: out of luck"
+    assert first[0].startswith("RuntimeError"), "its connections are closed"
+    assert max(first[1], second[1]) < 8
+
+
+class _NothingOnRank0(IterableDataset):
+    def __iter__(self):
+        return iter([] if dist.get_rank() == 0 else [[torch.ones(4, 8), torch.ones(4, 3)]] * 3)
+
+
+class EmptyModule(MLPModule):
+    def train_dataloader(self):
+        return DataLoader(_NothingOnRank0(), batch_size=None)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.part_loss(batch, self.global_rank)
+        self.log("loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+
+def _fit_empty(rank, world_size, stage):
+    trainer = make_trainer(settings(stage))
+    return _error_of(lambda: trainer.fit(EmptyModule(ranks=world_size)))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_without_any_batch_is_an_error_on_all_ranks(stage):
+    for error, seconds in run_ranks(2, _fit_empty, stage, has_group=False):
+        assert "another rank reached a different call" in error or "this rank reached" in error, (
+            error
+        )
+        assert seconds < 20
+
+
+def _norm_alone(rank, world_size, stage, moment):
+    engine, backward = _engine(stage)
+    weight = engine.module[1].weight
+
+    def step():
+        backward()
+        if rank == 0 and moment == "before":
+            weight.grad.norm()
+        engine.step()
+        if rank == 0 and moment == "after":
+            weight.grad.norm()
+        engine.zero_grad()
+
+    return _error_of(lambda: [step() for _ in range(3)])
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
+    for error, _ in run_ranks(2, _norm_alone, stage, moment, timeout_s=30):
+        assert re.search("this rank reached|waits in its backward", error), error
+
+
+class FailingSetupModule(MLPModule):
+    """Fails on `failing` ranks in `setup`, while the others wait for them on the default group."""
+
+    def __init__(self, failing, **kwargs):
+        super().__init__(**kwargs)
+        self.failing = failing
+
+    def setup(self, stage):
+        if self.global_rank in self.failing:
+            raise ArithmeticError("out of luck")
+        self.trainer.strategy.barrier("mine")
+
+
+def _fail_at_setup_and_live(rank, world_size):
+    trainer = make_trainer(settings(1))
+    outcome = _error_of(lambda: trainer.fit(FailingSetupModule([1], ranks=world_size)))
+    if rank == 1:
+        time.sleep(10)  # its connections stay open
+    return outcome
+
+
+def test_a_rank_that_fails_before_there_is_an_engine_and_lives_on_ends_the_waits_of_others():
+    first, _ = run_ranks(2, _fail_at_setup_and_live, has_group=False, timeout_s=40)
+    assert first[0].endswith("rank 0 stops because rank 1 raised ArithmeticError: out of luck")
+    assert first[1] < 8
+
+
+class LateModule(MLPModule):
+    """Waits for a late rank in collectives that are not the engine's."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(self.global_rank)
+        dist.barrier()
+        total = dist.ReduceOp(dist.ReduceOp.SUM)  # its text differs by rank
+        self.trainer.strategy.reduce(torch.ones(()), reduce_op=total)
+        return super().training_step(batch, batch_idx)
+
+
+def _fail_then_fit(rank, world_size):
+    trainer = make_trainer(settings(1))
+    failing = range(world_size)
+    first, _ = _error_of(lambda: trainer.fit(FailingSetupModule(failing, ranks=world_size)))
+    time.sleep(2.5)
+    trainer = make_trainer(settings(1), limit_train_batches=3)
+    second, _ = _error_of(lambda: trainer.fit(LateModule(ranks=world_size)))
+    return first, second, [thread.name for thread in threading.enumerate()]
+
+
+def test_the_watchdog_of_a_failed_run_does_not_end_the_next_run_of_another_trainer():
+    for first, second, threads in run_ranks(2, _fail_then_fit, has_group=False):
+        assert first == "ArithmeticError: out of luck"
+        assert second == ""
+        assert threads.count("lightning-zero-watchdog") == 1
+
+
+def _disconnect_while_waiting(rank, world_size):
+    dist.init_process_group()  # with one backend per device type
+    group = dist.new_group()
+    dist.barrier(group=group)
+    if rank == 0:
+        threading.Timer(1.0, disconnect_groups, [[group]]).start()
+        outcome = _error_of(lambda: dist.all_reduce(torch.ones(1), group=group))
+    else:
+        time.sleep(5)
+        outcome = None
+    dist.destroy_process_group()
+    return outcome
+
+
+def test_a_group_with_a_backend_for_each_device_type_is_disconnected():
+    (error, seconds), _ = run_ranks(2, _disconnect_while_waiting, has_group=False)
+    assert error.startswith("RuntimeError")
+    assert seconds < 4
+
+
+# ---------------------------------------------------------------- reports
+
+
+class SlowModule(MLPModule):
+    """Rank 1 is late by three seconds, once."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1 and self.global_rank == 1:
+            self.dawdle()
+        return super().training_step(batch, batch_idx)
+
+    def dawdle(self):
+        time.sleep(3)
+
+
+def _fit_slowly(rank, world_size, stage):
+    with open("err", "w") as file:
+        if rank == 0:
+            os.dup2(file.fileno(), 2)
+    trainer = make_trainer(settings(stage, wait_report_s=1.0), limit_train_batches=3)
+    trainer.fit(SlowModule(ranks=world_size))
+    with open("err") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
+    text = run_ranks(2, _fit_slowly, stage, has_group=False)[0]
+    assert text.count("has waited 1 s for other ranks; what every rank is doing:") == 1, text
+    late = next(line for line in text.splitlines() if line.startswith("  rank 1:"))
+    assert "waits for no other rank" in late
+    waiting = next(line for line in text.splitlines() if line.startswith("  rank 0:"))
+    assert "waits for" in waiting
+    assert "test_watchdog.py" in text
+    assert "in dawdle" in text
+
+
+def _take_branches(rank, world_size):
+    engine, _ = _engine(3, wait_report_s=1.0)
+    first, second = engine.module
+
+    def step():
+        with engine.forward_context():
+            if rank == 0:
+                first(torch.ones(2, 6))
+                dist.barrier()  # it has no tensor, so it is not intercepted
+            else:
+                second(torch.ones(2, 6))
+                first(torch.ones(2, 6))
+
+    return _error_of(step)
+
+
+def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
+    errors = run_ranks(2, _take_branches, timeout_s=40)
+    assert "all ranks wait for each other" in errors[1][0], errors
+    assert "torch.distributed.barrier" in errors[1][0]
+    assert "lightning_zero.before_collective(module)" in errors[1][0]
+    assert errors[0][0], "the collective of rank 0 is ended"
+
+
+class _Lines(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
+    shown = _Lines()
+    logging.getLogger("lightning_zero.health.reports").addHandler(shown)
+    watchdog = Watchdog("threads", rank=rank, size=world_size, limits=WaitLimits(0.5))
+    if rank == 0 and not is_rank_0_there:
+        watchdog.stop()  # as if it hung
+
+    def wait():
+        with watchdog.waiting("the gather of a layer"):
+            time.sleep(5)
+
+    if rank == 1:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+    else:
+        time.sleep(6)
+    return "".join(shown.lines)
+
+
+@pytest.mark.parametrize("is_rank_0_there", [True, False])
+def test_a_wait_in_another_thread_is_reported_also_where_rank_0_does_not_answer(is_rank_0_there):
+    texts = run_ranks(2, _wait_in_thread_or_without_rank_0, is_rank_0_there)
+    text, nothing = texts if is_rank_0_there else reversed(texts)
+    assert "rank 1 has waited 0.5 s for other ranks" in text
+    assert "waits for the gather of a layer" in text
+    assert ("rank 0: no answer" in text) != is_rank_0_there
+    assert not nothing
+
+
+def _receive_beside_ended(rank, world_size):
+    watchdog = Watchdog("ended", rank=rank, size=world_size)
+    if rank == 0:
+        box = torch.zeros(1)
+        dist.recv(box, src=2)
+        return float(box)
+    if rank == 1:
+        watchdog.end_with_process()
+    time.sleep(7)  # longer than it takes to miss a rank, and to close the connections
+    if rank == 2:
+        dist.send(torch.ones(1), dst=0)
+    return None
+
+
+def test_a_receive_continues_after_a_rank_other_than_the_sender_has_ended():
+    assert run_ranks(3, _receive_beside_ended)[0] == 1
+
+
+class _SlowToLoad:
+    def __reduce__(self):
+        return time.sleep, (7,)
+
+
+def _load_beside_ended(rank, world_size):
+    watchdog = Watchdog("slow", rank=rank, size=world_size)
+    objects = [None, None] if rank == 0 else None
+    dist.gather_object(_SlowToLoad() if rank else None, objects)
+    if rank == 1:
+        watchdog.end_with_process()
+    dist.barrier()  # the connections are open
+    return objects
+
+
+def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender():
+    assert run_ranks(2, _load_beside_ended)[0] == [None, None]
+
+
+def _barrier_beside_broadcast(rank, world_size):
+    watchdog = Watchdog("one way", rank=rank, size=world_size, limits=WaitLimits(0.5))
+    if rank == 0:
+        dist.barrier()
+    else:
+        with watchdog.waiting("an object of rank 0", is_one_way=True):
+            time.sleep(4)  # such as loading data
+        dist.barrier()
+    return watchdog.failure
+
+
+def test_a_barrier_after_an_unfinished_broadcast_of_others_is_no_mutual_wait():
+    assert run_ranks(2, _barrier_beside_broadcast) == [None, None]
+
+
+def test_one_way_collectives_are_recognized():
+    assert is_one_way("torch.distributed.broadcast_object_list")
+    assert is_one_way("torch.distributed.irecv")
+    assert not is_one_way("torch.distributed.all_gather_object")
+
+
+def test_calls_of_the_package_are_not_the_users():
+    found = {}
+    exec(compile("import sys; frame = sys._getframe()", order.__file__, "exec"), found)
+    frames = user_frames(found["frame"])
+    assert frames
+    assert not any(order.__file__ in frame for frame in frames)
+    assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
+
+
+_READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED = """
+import gc, sys, threading, time
+from lightning_zero.health.reports import Waits
+
+main = threading.get_ident()
+waits = Waits(main)
+exec("def leave_nulls(): return 0; " + "=".join(f"local{i}" for i in range(300)) + "=None")
+
+class Garbage:
+    def __init__(self):
+        self.cycle = self
+
+def call(num):
+    garbage = Garbage()
+    return call(num - 1) if num else leave_nulls()
+
+def look():
+    while not has_ended:
+        waits.main_thread_wait()
+        waits.status("")
+
+has_ended = False
+gc.set_threshold(3)
+gc.callbacks.append(lambda *args: time.sleep(5e-4) if threading.get_ident() != main else None)
+sys.setswitchinterval(1e-5)
+thread = threading.Thread(target=look)
+thread.start()
+until = time.monotonic() + 3
+while time.monotonic() < until:
+    call(4)
+    leave_nulls()
+has_ended = True
+thread.join()
+"""
+
+
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="only Python 3.11 collects garbage there"
+)
+def test_frames_of_a_running_thread_are_read_while_garbage_is_collected():
+    script = [sys.executable, "-X", "faulthandler", "-c", _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED]
+    subprocess.run(script, check=True, timeout=60)
+
+
+def test_a_report_groups_ranks_with_equal_status():
+    same = RankStatus(
+        "in forward of blocks.1", "the gather of blocks.1", 31.0, False, ("a.py:3 in f",)
+    )
+    text = report("what:", [same, same, None, same])
+    assert text.splitlines() == [
+        "what:",
+        "  ranks 0-1, 3: in forward of blocks.1; waits for the gather of blocks.1 (31 s)",
+        "    a.py:3 in f",
+        "  rank 2: no answer: it has ended, is stopped, or its node cannot be reached",
+    ]
+
+
+# ---------------------------------------------------------------- the watchdog itself
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("os._exit(3)", "ended with exit code 3"),
+        ("os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("sys.exit(3)", "ended with exit code 3"),
+        ("raise ArithmeticError('out of luck')", "raised ArithmeticError: out of luck"),
+        ("sys.exit()", "reached the end of its script"),
+    ],
+)
+def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(code, text, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT.replace("DIE", code))
+    ranks = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, str(script), str(tmp_path / "store")]
+        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+    _, errors = ranks[0].communicate(timeout=60)
+    ranks[1].communicate()
+    assert f"PeerAbortedError: rank 0 stops because rank 1 {text}" in errors, errors
+
+
+_SCRIPT = """
+import os, sys, torch, torch.distributed as dist
+from lightning_zero import Engine, ZeroConfig
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+module = torch.nn.Linear(4, 4)
+engine = Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=1))
+if rank == 1:
+    pid = os.fork()  # as a data loader does; the child keeps the connections open
+    if pid == 0:
+        import time; time.sleep(8); os._exit(0)
+    DIE
+engine.backward(module(torch.ones(2, 4)).sum())
+"""
+
+
+def _die_with_the_store(rank, world_size):
+    _, backward = _engine()
+    if rank == 0:
+        if os.fork() == 0:  # as a data loader does; the child keeps the connections open
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    text, seconds = _error_of(backward)
+    raise AssertionError(f"{text} after {seconds:.0f} seconds")
+
+
+def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named():
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, _die_with_the_store)
+    # The exit status can be read for a moment only: the parent process reads it, too.
+    text = "PeerAbortedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
+    assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
+
+
+def _know(rank, world_size):
+    if rank == 0:
+        time.sleep(0.3)  # the others are first
+    peers = Peers()
+    peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
+    known = [peer.rank for peer in peers._peers]
+    peers.close()
+    return known
+
+
+def test_the_rank_that_may_hold_the_store_is_known_before_anything_can_happen_to_it():
+    assert 0 in run_ranks(2, _know)[1]
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("Connection reset by peer")
+
+
+def _fail_without_the_store(rank, world_size):
+    watchdog = Watchdog("gone", rank=rank, size=world_size)
+    watchdog._store = _Gone()
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(printed):
+        watchdog.explain(RuntimeError("gloo: Connection closed by peer"))
+    watchdog.stop()
+    return printed.getvalue()
+
+
+def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
+    printed = run_ranks(2, _fail_without_the_store)[1]
+    assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in printed
+
+
+def _write_nonsense(rank, world_size):
+    shown = _Lines()
+    logging.getLogger("lightning_zero.health.peers").addHandler(shown)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        for key in ("nonsense/log/0", "nonsense/log/1", "exits/0"):
+            store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
+        store.set("lightning_zero/nonsense/log/2", '{"kind": "dead"}')
+        store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
+    dist.barrier()
+    watchdog = Watchdog("nonsense", rank=rank, size=world_size)
+    if rank == 1:
+        watchdog.abort(ArithmeticError("out of luck"))
+    error, _ = _error_of(lambda: _wait_for_failure(watchdog))
+    watchdog.stop()
+    return error, "".join(shown.lines)
+
+
+def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
+    (error, logged), _ = run_ranks(2, _write_nonsense)
+    assert error == (
+        "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+    )
+    assert "not readable and is skipped" in logged
+
+
+def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
+    """Stops one rank (rank 0 with the store); the other one continues it in the end."""
+    dist.init_process_group("gloo")
+    shown = _Lines()
+    logging.getLogger("lightning_zero.comm").addHandler(shown)
+    limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=heartbeat_timeout_s)
+    watchdog = Watchdog("stopped", rank=rank, size=world_size, limits=limits)
+    pids = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    time.sleep(0.5)  # the first heartbeats
+    if rank == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        watchdog.stop()
+        return None
+    timer = threading.Timer(4, os.kill, (pids[stopped], signal.SIGCONT))
+    timer.start()
+    start = time.monotonic()
+    with watchdog.waiting("the other rank"):
+        while watchdog.failure is None and timer.is_alive():
+            time.sleep(0.05)
+    seconds, failure = time.monotonic() - start, watchdog.failure
+    timer.join()
+    watchdog.stop()
+    return seconds, failure and failure.text, "\n".join(shown.lines)
+
+
+def test_a_stopped_rank_is_lost_after_the_heartbeat_timeout():
+    (seconds, text, _), _ = run_ranks(2, _stop_and_wait, 1, 1.0, has_group=False)
+    assert seconds < 3.5
+    assert text.startswith(
+        "rank 1 has been silent for 1 s (heartbeat_timeout_s): its process is stopped"
+    )
+
+
+@pytest.mark.parametrize("heartbeat_timeout_s", [1.0, pytest.param(None, marks=pytest.mark.slow)])
+def test_a_rank_whose_store_does_not_answer_reports_so_itself(heartbeat_timeout_s):
+    _, (_, text, logged) = run_ranks(2, _stop_and_wait, 0, heartbeat_timeout_s, has_group=False)
+    assert re.search(r"the ranks' store \(.+:\d+, in the process of rank 0\) has not", logged)
+    assert "waits for the other rank" in logged
+    if heartbeat_timeout_s is None:
+        assert text is None
+    else:
+        assert "has not answered for 1 s (heartbeat_timeout_s)" in text
+
+
+def _regroup_late(rank, world_size):
+    watchdog = Watchdog("late", rank=rank, size=world_size)
+    if rank == 1:
+        time.sleep(1.5)  # until long after the other rank's deadline
+    watchdog.abort(ArithmeticError("out of luck") if rank == 0 else None)
+    outcome = watchdog.regroup(timedelta(seconds=0.5))
+    watchdog.stop()
+    return outcome
+
+
+def test_a_regroup_that_one_rank_enters_too_late_fails_on_all():
+    assert run_ranks(2, _regroup_late) == [False, False]
+
+
+def _regroup_alone(rank, world_size):
+    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    if rank == 1:
+        watchdog.end_with_process()
+        return None
+    watchdog.abort(ArithmeticError("out of luck"))
+    start = time.monotonic()
+    outcome = watchdog.regroup(timedelta(seconds=20))
+    watchdog.stop()
+    return outcome, time.monotonic() - start
+
+
+def test_no_rank_regroups_with_a_rank_whose_script_has_ended():
+    (outcome, seconds), _ = run_ranks(2, _regroup_alone)
+    assert not outcome
+    assert seconds < 5
+
+
+def _regroup(rank, world_size):
+    watchdog = Watchdog("twice", rank=rank, size=world_size)
+    outcomes = []
+    for _ in range(2):
+        if rank == 1:
+            watchdog.abort(ArithmeticError("out of luck"))
+        error, _ = _error_of(lambda: _wait_for_failure(watchdog))
+        outcomes.append((error, watchdog.regroup(timedelta(seconds=20))))
+    watchdog.stop()
+    return outcomes
+
+
+def _wait_for_failure(watchdog):
+    with watchdog.waiting("the other rank"):
+        watchdog.wait_for_failure(20)
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_ranks_regroup_repeatedly_and_start_afresh_each_time():
+    first, second = run_ranks(2, _regroup)
+    for error, has_regrouped in first:
+        assert error == (
+            "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+        )
+        assert has_regrouped
+    assert all(has_regrouped for _, has_regrouped in second)
+
+
+def test_exit_codes_are_described_in_words():
+    assert describe_exit(-9) == "was killed by SIGKILL"
+    assert describe_exit(-40) == "was killed by signal 40"
+    assert describe_exit(3) == "ended with exit code 3"
+
+
+def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
+    watchdog = Watchdog("alone", rank=0, size=1)
+    with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
+        raise RecursionError("too deep")
+    expected = pytest.raises(DesynchronizedError, match="without success")
+    with expected, watchdog.waiting("an object"):
+        raise RuntimeError("Timed out waiting 3000ms for recv operation to complete")
+
+
+def test_there_is_nothing_to_watch_without_other_ranks():
+    watchdog = Watchdog("alone", rank=0, size=1)
+    with watchdog.waiting("an object"):
+        pass
+    with pytest.raises(PeerAbortedError), watchdog.waiting("an object"):
+        raise PeerAbortedError
+    watchdog.finish()
+    watchdog.stop()
