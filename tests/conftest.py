@@ -8,11 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.launch.children import Children
-from tests import features, slices
-from tests.features import pytest_sessionfinish
+from tests import slices
 from tests.slices import pytest_collection_modifyitems
+from tests.support import features
+from tests.support.features import pytest_sessionfinish
 
 __all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish"]
+
+pytest_plugins = ["tests.support.disks"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero import Engine
-from tests.distributed.test_memory import Sampler
+from tests.engine.test_memory import Sampler
 
 __all__ = ["peak_of_last_step"]
 

@@ -37,8 +37,8 @@ from examples.gpt import GPT
 from lightning_zero.observe.monitor import FitMonitor, MonitorConfig, RecordedStep
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
-from tests.distributed.ranks import run_ranks
-from tests.fitting import make_trainer
+from tests.support.fitting import make_trainer
+from tests.support.ranks import run_ranks
 
 TURN = 10  # steps
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -13,9 +13,9 @@ from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
-from tests.deepspeed_format import write_deepspeed
-from tests.test_deepspeed_checkpoint import trained
-from tests.test_source import write_indexed
+from tests.checkpoint.test_source import write_indexed
+from tests.deepspeed.test_checkpoint import trained
+from tests.support.deepspeed_format import write_deepspeed
 
 _NAMED_BY_KIND = (".index.json", "_model_states.pt")  # no other entry has their names
 _FORMS = ["file", "sharded", "safetensors", "indexed", "bin", "deepspeed"]

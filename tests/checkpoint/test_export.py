@@ -14,8 +14,8 @@ from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
 from lightning_zero.tensors.lazy import LazyTensor
-from tests.deepspeed_format import write_deepspeed
-from tests.full_disk import mounted_tmpfs
+from tests.support.deepspeed_format import write_deepspeed
+from tests.support.full_disk import mounted_tmpfs
 
 FORMATS = ["safetensors", "ckpt", "dcp"]
 

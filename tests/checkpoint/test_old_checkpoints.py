@@ -25,9 +25,9 @@ from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.strategy.settings import AutoChoice
 from lightning_zero.tensors.composite import flatten_composites, unflatten_composites
-from tests.distributed.ranks import run_ranks
-from tests.fitting import make_trainer, settings
-from tests.models import MLPModule
+from tests.support.fitting import make_trainer, settings
+from tests.support.models import MLPModule
+from tests.support.ranks import run_ranks
 
 ARCHIVE = Path(__file__).with_name("old_checkpoints.txt")
 

@@ -22,11 +22,11 @@ from lightning_zero.checkpoint.dcp_metadata import parse_metadata
 from lightning_zero.checkpoint.dcp_reader import open_sharded
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.cli import main
-from tests.checkpoint import fuzz
 from tests.checkpoint.test_checkpoint_shard import values
 from tests.checkpoint.test_dcp import save
-from tests.distributed.ranks import run_ranks
-from tests.test_source import write_indexed
+from tests.checkpoint.test_source import write_indexed
+from tests.support import fuzz
+from tests.support.ranks import run_ranks
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.benchmarks.fake_group import Case, compare
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

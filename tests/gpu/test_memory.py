@@ -11,14 +11,14 @@ import torch
 
 import lightning_zero
 from examples.gpt import GPT, GPTConfig
-from tests.distributed.ranks import run_ranks
-from tests.distributed.test_memory import (
+from tests.engine.test_memory import (
     BYTES_PER_PARAMETER,
     DTYPES,
     TOLERANCE,
     two_units_and,
 )
 from tests.gpu.training import batch, build, form_group, loss_of, optimizer_of
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_zero
-from tests.distributed.ranks import run_ranks
 from tests.gpu.training import DEVICE, SMALL, batch, build, loss_of, optimizer_of
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

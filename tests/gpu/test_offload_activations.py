@@ -7,8 +7,8 @@ import torch
 
 import lightning_zero
 from examples.gpt import GPTConfig
-from tests.distributed.ranks import run_ranks
 from tests.gpu.training import batch, build, form_group, loss_of, optimizer_of
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lightning_zero
-from tests.distributed.ranks import run_ranks
 from tests.gpu.training import batch, build, form_group, loss_of, optimizer_of, train
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

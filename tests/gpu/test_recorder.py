@@ -9,8 +9,8 @@ import torch
 
 import lightning_zero
 from lightning_zero.record.spans import Kind
-from tests.distributed.ranks import run_ranks
 from tests.gpu.training import build, form_group, optimizer_of, train
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

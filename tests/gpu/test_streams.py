@@ -12,8 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import lightning_zero
-from tests.distributed.ranks import run_ranks
 from tests.gpu.training import build, form_group, optimizer_of, train
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.benchmarks.fake_group import Case, compare
-from tests.distributed.ranks import run_ranks
+from tests.support.ranks import run_ranks
 
 LARGE = [Case("gpt_1b", 8), Case("gpt_1b", 64), Case("llama_7b", 64)]
 

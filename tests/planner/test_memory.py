@@ -22,8 +22,8 @@ from lightning_zero.planner import (
     trace_step,
 )
 from lightning_zero.planner.optimizers import OptimizerStates
-from tests.distributed.ranks import run_ranks
-from tests.planned import MODELS, OPTIMIZERS, choices, loss_of, train
+from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
+from tests.support.ranks import run_ranks
 
 PRECISIONS = {
     "fp32": {},

@@ -17,8 +17,8 @@ from lightning_zero.planner.simulation import simulate_step
 from lightning_zero.planner.trace import trace_step
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
-from tests.distributed.ranks import run_ranks
-from tests.planned import MODELS, OFFLOADS, loss_of
+from tests.support.planned import MODELS, OFFLOADS, loss_of
+from tests.support.ranks import run_ranks
 
 WIDTH = 128
 SMALL = [("gpt", 3, "none"), ("llama", 3, "cpu"), ("conv", 2, "nvme optimizer")]

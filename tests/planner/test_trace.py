@@ -17,7 +17,7 @@ from lightning_zero.planner import (
     trace_step,
 )
 from lightning_zero.planner.trace import Event
-from tests.planned import MODELS, loss_of
+from tests.support.planned import MODELS, loss_of
 
 
 def units_of(module):

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tests.distributed.ranks import free_port
-from tests.network import Host, hosts, why_no_hosts
+from tests.support.network import Host, hosts, why_no_hosts
+from tests.support.ranks import free_port
 
 __all__ = ["PACKAGES", "Cluster", "cluster", "why_no_slurm"]
 

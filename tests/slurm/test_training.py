@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.distributed.ranks import run_ranks
 from tests.slurm.cluster import wait_for
 from tests.slurm.train import train
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"

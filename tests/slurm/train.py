@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
 from lightning_zero.observe.loggers import ContinuedCSVLogger
-from tests.fitting import arrays, make_trainer, settings
-from tests.models import GPTModule
+from tests.support.fitting import arrays, make_trainer, settings
+from tests.support.models import GPTModule
 
 
 class Module(GPTModule):

@@ -15,7 +15,8 @@ import torch
 from lightning_zero.tiers.memory import aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore
 from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
-from tests.tiers.conftest import PAGE, make_ext4
+from tests.support.disks import make_ext4
+from tests.tiers.conftest import PAGE
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20

@@ -29,12 +29,12 @@ from tests.tools.records import FOLDER, Arc, Records
 __all__ = ["ALWAYS", "choose", "cover", "main"]
 
 ALWAYS = (
-    "tests/distributed/test_fault_matrix.py",
-    "tests/distributed/test_launch.py::test_the_subprocess_launcher_trains_on_two_ranks_as_ddp",
-    "tests/distributed/test_launch.py::test_torchrun_trains_on_two_ranks_as_ddp",
-    "tests/distributed/test_memory.py::TestModelStates::test_have_the_bytes_of_the_stage_and_are_reported",
-    "tests/distributed/test_parity.py::test_losses_and_parameters_equal_ddp[conv-3-1",
-    "tests/distributed/test_parity.py::test_losses_and_parameters_equal_ddp[gpt-2-4",
+    "tests/health/test_fault_matrix.py",
+    "tests/launch/test_launch.py::test_the_subprocess_launcher_trains_on_two_ranks_as_ddp",
+    "tests/launch/test_launch.py::test_torchrun_trains_on_two_ranks_as_ddp",
+    "tests/engine/test_memory.py::TestModelStates::test_have_the_bytes_of_the_stage_and_are_reported",
+    "tests/strategy/test_parity.py::test_losses_and_parameters_equal_ddp[conv-3-1",
+    "tests/strategy/test_parity.py::test_losses_and_parameters_equal_ddp[gpt-2-4",
     "tests/slurm/test_training.py::test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp",
 )
 

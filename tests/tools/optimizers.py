@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.optim.probe import StepKind, probe
-from tests.distributed.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 __all__ = ["Outcome", "classes_of", "main"]
 

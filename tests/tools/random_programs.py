@@ -12,8 +12,8 @@ import argparse
 import random
 import time
 
-from tests.distributed.ranks import RankError, run_ranks
-from tests.programs import Program, differences, run_plain, run_sharded
+from tests.support.programs import Program, differences, run_plain, run_sharded
+from tests.support.ranks import RankError, run_ranks
 
 
 def find_fault(seed: int) -> str | None:

@@ -1,0 +1,429 @@
+"""`lightning-zero plan`, as a user runs it."""
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from hydra.utils import instantiate
+
+from examples.gpt import GPT, GPTConfig
+from lightning_zero import ZeroStrategy
+from lightning_zero.cli import main
+from lightning_zero.cli.plan import source_from_arguments
+from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
+from tests.conf.test_conf import composed
+from tests.support.planned import MODELS
+
+ROOT = Path(__file__).parents[2]
+GIB = 1024**3
+SMALL = ["--model", "tiny", "--context", "32", "--ranks", "2"]
+LLAMA = ["--model", "llama2_70b", "--ranks", "8", "--host-memory", "512GiB", "--disk", "2TB"]
+# Classes for --module, importable from the root of the repository.
+VIT, GPT_CLASS = "tests.support.planned:ViT", "tests.support.planned:a_llama"
+
+
+def plan(capsys, *arguments, status=0):
+    assert main(["plan", *arguments, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def choice(found, zero, offload="none"):
+    (one,) = [c for c in found["choices"] if (c["zero"], c["offload"]) == (zero, offload)]
+    return one
+
+
+def rest(one, tier):
+    return sum(one["state_bytes_per_rank"].get(tier, {}).values())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    """Llama 2 70B in float32 on 8 devices of 24 GiB, once for all tests."""
+    rest = ["--precision", "32-true", "--device-memory", "24GiB", "--context", "512", "--json"]
+    with redirect_stdout(StringIO()) as printed:
+        assert main(["plan", *LLAMA, *rest]) == 0
+    return json.loads(printed.getvalue())
+
+
+def test_llama_2_70b_does_not_fit_eight_devices_of_24_gib_without_offload(llama):
+    assert llama["parameters"] == 68_976_648_192
+    stage3 = choice(llama, "stage3")
+    assert rest(stage3, "device") == pytest.approx(16 * 68.98e9 / 8, rel=0.001)  # 138 GB
+    assert not stage3["fits"]
+    assert not stage3["fits_with_checkpointing"]
+
+
+def test_it_fits_with_everything_on_nvme_and_the_plan_has_the_bytes(llama):
+    in_memory = choice(llama, "stage3", "cpu")
+    assert in_memory["host_bytes_per_node"] == pytest.approx(16 * 68.98e9, rel=0.001)  # 1.1 TB
+    assert "host memory" in in_memory["missing_bytes"]
+    nvme = choice(llama, "stage3", "nvme")
+    assert nvme["fits_with_checkpointing"]
+    assert nvme["disk_bytes_per_node"] == pytest.approx(12 * 68.98e9, rel=0.001)
+    buffers = 8 * 2 * 4 * 2**24 * 4  # ranks, pools, buffers, elements, bytes
+    assert nvme["host_bytes_per_node"] - buffers == pytest.approx(4 * 68.98e9, rel=0.03)
+    assert llama["best"]["choice"].startswith("stage3, offload=nvme")
+
+
+def test_what_a_rank_sends_is_two_and_three_times_the_parameters(llama):
+    numel_bytes = 4 * 68.98e9 * 7 / 8
+    for zero in ("off", "stage1", "stage2"):
+        assert choice(llama, zero)["step_bytes"]["wire"] == pytest.approx(
+            2 * numel_bytes, rel=0.001
+        )
+    # The root and the last block stay unsharded from forward to backward.
+    assert choice(llama, "stage3")["step_bytes"]["wire"] == pytest.approx(3 * numel_bytes, rel=0.02)
+
+
+def test_micro_batches_multiply_what_the_stage_sends_in_each(capsys):
+    once, four = (
+        plan(capsys, *SMALL, "--precision", "32-true", "--micro-batches", str(number))
+        for number in (1, 4)
+    )
+    for zero, ratio in (("off", 1), ("stage1", 1), ("stage2", 2.5), ("stage3", 4)):
+        sent = [choice(found, zero)["step_bytes"]["wire"] for found in (once, four)]
+        assert sent[1] / sent[0] == pytest.approx(ratio, rel=0.001), zero
+
+
+def test_stepping_on_the_cpu_takes_the_time_that_its_memory_needs(capsys):
+    slow = ["--memory-gb-per-s", "0.001"]
+    one = choice(plan(capsys, *SMALL, *slow), "stage2", "cpu_optimizer")
+    seconds = 2 * one["step_bytes"]["cpu_step"] / 1e6  # of 2 ranks, on one memory
+    assert one["transfer_seconds"][0] == pytest.approx(seconds)
+    assert main(["plan", *SMALL, *slow]) == 0
+    legend = " ".join(capsys.readouterr().out.split())
+    assert "3 GB/s of disk and 0.001 GB/s of CPU memory (set by --rates)" in legend
+
+
+def test_checkpointing_lowers_activations_only(capsys):
+    one = choice(plan(capsys, *SMALL, "--batch", "64"), "stage2")
+    assert one["device_bytes_with_checkpointing"] < one["device_bytes"]
+    saved = one["device_bytes"] - one["device_bytes_with_checkpointing"]
+    assert saved < one["peak_bytes"]["activations"]
+
+
+def test_the_printed_strategy_enables_checkpointing_where_only_that_fits(capsys):
+    more = [*SMALL, "--batch", "64"]
+    least = min(one["device_bytes"] for one in plan(capsys, *more)["choices"])
+    best = plan(capsys, *more, "--device-memory", f"{least // 1024 - 1}KiB")["best"]
+    assert best["checkpointing"]
+    assert best["strategy"].endswith(", activation_checkpointing=True)")
+    strategy = eval(best["strategy"], {"ZeroStrategy": ZeroStrategy})
+    assert strategy.config.activation_checkpointing is True
+    assert best["device_bytes"] < least
+
+
+def test_data_parallel_is_what_ddp_holds(capsys):
+    found = plan(capsys, *SMALL, "--precision", "bf16-mixed")
+    assert found["data_parallel_bytes"] == pytest.approx(16 * found["parameters"], rel=0.001)
+    assert found["full_checkpoint_bytes"] == pytest.approx(12 * found["parameters"], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny", "llama_mini", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"]
+)
+def test_presets_have_the_parameters_of_the_example(name):
+    model = composed(f"model={name}", "data.context=1024").model
+    with torch.device("meta"):
+        theirs = instantiate(model).gpt
+    ours = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=())).module
+    assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
+
+
+@pytest.mark.parametrize("size", ["7b", "70b"])
+def test_a_llama_of_the_example_is_the_published_one(size):
+    shapes = []
+    for name in (f"llama_{size}", f"llama2_{size}"):
+        source = source_from_arguments(Namespace(model=name, batch=1, context=1024, overrides=()))
+        shapes.append([p.shape for p in source.module.parameters()])
+    assert shapes[0] == shapes[1]
+
+
+def test_shapes_have_the_published_number_of_parameters():
+    published = {
+        "llama2_7b": 6.738e9, "llama2_13b": 13.016e9, "llama3_8b": 8.030e9, "llama_405b": 405.9e9
+    }  # fmt: skip
+    for name, numel in published.items():
+        with torch.device("meta"):
+            counted = sum(p.numel() for p in Decoder(SHAPES[name]).parameters())
+        assert counted == pytest.approx(numel, rel=0.001)
+
+
+HUGGING_FACE = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 96, "vocab_size": 128,
+}  # fmt: skip
+KINDS = {  # with the number of parameters that transformers gives them
+    "llama": ({"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}, 79_040),
+    "mistral": ({"num_key_value_heads": 2, "head_dim": 24}, 90_432),
+    "phi3": ({"pad_token_id": 0}, 86_336),
+    "granite": ({}, 86_336),
+    "qwen2": ({"num_key_value_heads": 4, "tie_word_embeddings": True}, 78_528),
+    "qwen3": ({"num_key_value_heads": 2, "head_dim": 32}, 102_848),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_config_of_hugging_face_has_the_parameters_of_its_model(kind):
+    more, numel = KINDS[kind]
+    shape = shape_of_hugging_face({**HUGGING_FACE, **more, "model_type": kind})
+    with torch.device("meta"):
+        assert sum(p.numel() for p in Decoder(shape).parameters()) == numel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parameters_of_a_kind_are_those_of_transformers(kind, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    more, numel = KINDS[kind]
+    config = AutoConfig.for_model(**{**HUGGING_FACE, **more, "model_type": kind})
+    config.save_pretrained(tmp_path)
+    ours = source_from_arguments(
+        Namespace(model=str(tmp_path), batch=1, context=8, overrides=())
+    ).module
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in theirs.parameters()) == numel
+    assert sum(p.numel() for p in ours.parameters()) == numel
+
+
+def test_a_model_is_a_config_of_hugging_face_or_a_folder_that_holds_it(capsys, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(HUGGING_FACE | {"model_type": "qwen3", "tie_word_embeddings": True}))
+    shorter = ["--context", "32", "--ranks", "2"]
+    in_folder = plan(capsys, "--model", str(tmp_path), *shorter)
+    assert in_folder["model"] == f"{tmp_path}, batch 1 x 32 tokens"
+    assert choice(in_folder, "stage3")["peak_bytes"]["activations"] > 0
+    assert plan(capsys, "--model", str(path), *shorter)["choices"] == in_folder["choices"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "config.json: Expecting property name"),
+        ("[]", "config.json: expected an object, got []"),
+        ({"model_type": "bert"}, "one of llama, mistral, phi3, granite, qwen2, qwen3, got"),
+        ({"model_type": None}, "got None; use --module with a class or function that builds"),
+        ({"vocab_size": None}, "vocab_size must be an integer of at least 1, got None"),
+        ({"vocab_size": 10**30}, "vocab_size must be at most 10000000, got 1000"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 10000, got 1000000000"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide 4 heads, got 3"),
+    ],
+)
+def test_a_config_without_a_known_shape_is_an_error(content, text, capsys, tmp_path):
+    content = content if isinstance(content, str) else json.dumps(HUGGING_FACE | content)
+    (tmp_path / "config.json").write_text(content)
+    assert main(["plan", "--model", str(tmp_path), "--ranks", "2"]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inputs(capsys):
+    wide, narrow = (
+        plan(
+            capsys, "--module", VIT, "--arg", f"width={width}", "--input", "4x3x8x8", "--ranks", "2"
+        )
+        for width in (64, 32)
+    )
+    with torch.device("meta"):
+        numel = sum(p.numel() for p in MODELS["vit"].build(32).parameters())
+    assert narrow["parameters"] == numel
+    assert wide["parameters"] > 3 * numel
+    assert choice(narrow, "off")["peak_bytes"]["activations"] > 0
+
+
+def test_a_configuration_is_planned_with_its_overrides():
+    """In a new process, in which no other code has registered the schemas with Hydra."""
+    arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.cli", "plan", *arguments, "precision=fp32"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "examples")},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["ranks"] == 2
+    assert found["precision"] == "32-true"
+    assert choice(found, "stage1")["peak_bytes"]["activations"] > 0
+    with torch.device("meta"):
+        shape = GPTConfig(width=128, num_layers=3, num_heads=4, is_llama=True, hidden=344)
+        numel = sum(p.numel() for p in GPT(shape).parameters())
+    assert found["parameters"] == numel
+
+
+def test_the_text_has_a_table_and_a_verdict(capsys):
+    assert main(["plan", *SMALL, "--device-memory", "1GiB"]) == 0
+    text = capsys.readouterr().out
+    assert "tiny, batch 1 x 32 tokens" in text
+    assert len([line for line in text.splitlines() if line.endswith(" yes")]) == 13
+    assert "cheapest that fits: off: " in text or "cheapest that fits: stage" in text
+    assert "ZeroStrategy(stage=" in text.splitlines()[-1]
+    assert "--host-memory, --disk not given: assumed unlimited." in text
+    assert "subtract them from --device-memory" in " ".join(text.split())
+    assert text.splitlines()[2].startswith("MiB")
+
+
+def test_a_row_names_the_memory_that_is_too_small(capsys):
+    limits = ["--device-memory", "4MiB", "--host-memory", "64MiB"]
+    assert main(["plan", *SMALL, "--optimizer", "adafactor", "--average", "cpu", *limits]) == 0
+    text = capsys.readouterr().out
+    assert "no: device memory" in text
+    assert "no: host memory" in text
+    assert "Ranks own full tensors and differ: the numbers are those of the rank with most." in text
+
+
+def test_min_and_max_over_ranks_are_in_the_plan(capsys):
+    found = plan(capsys, *SMALL, "--optimizer", "adafactor", "--average", "device")
+    one = choice(found, "stage2")
+    least, most = one["min_and_max_bytes_of_ranks"]["device"]
+    assert least < most == rest(one, "device")
+    assert one["average_bytes"] > 0
+    even = choice(plan(capsys, *SMALL, "--optimizer", "muon"), "stage2")
+    even = even["min_and_max_bytes_of_ranks"]["device"]  # the matrices of a block are balanced
+    assert even[0] == even[1]
+
+
+def test_the_status_is_1_where_nothing_fits_and_the_missing_bytes_are_printed(capsys):
+    assert main(["plan", *SMALL, "--device-memory", "1MiB", "--host-memory", "1MiB"]) == 1
+    text = capsys.readouterr().out
+    assert "nothing fits; closest" in text
+    assert "of device memory" in text
+
+
+def test_a_plot_is_drawn(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="an optional extra, plot")
+    path = tmp_path / "plan.png"
+    assert main(["plan", *SMALL, "--device-memory", "1GiB", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"plot: {path}" in capsys.readouterr().err
+
+
+def test_a_plot_marks_the_cheapest_choice_and_draws_equal_bars_once(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="an optional extra, plot")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    more = [*SMALL, "--batch", "64", "--device-memory", "33MiB"]
+    assert main(["plan", *more, "--plot", str(tmp_path / "plan.png")]) == 0
+    text = capsys.readouterr().out
+    (axes,) = drawn[0].axes
+    (winner,) = [n for n in axes.get_yticklabels() if n.get_fontweight() == "bold"]
+    assert f"cheapest that fits: {winner.get_text()} with activation checkpointing" in text
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert {"activations, checkpointed", "cheapest that fits"} <= set(labels)
+    assert axes.get_xlabel().startswith("peak MiB per device")
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    widths = zip(*([bar.get_width() for bar in bars] for bars in axes.containers), strict=True)
+    stages = [names[round(bar.get_y())].split(",")[0] for bar in axes.containers[0]]
+    bars = list(zip(stages, widths, strict=True))
+    assert len(bars) == len(set(bars)) < len(names) == 13
+
+
+def test_a_plot_without_matplotlib_is_an_error_that_names_the_package(capsys, monkeypatch):
+    monkeypatch.setattr("lightning_zero.observe.plots.find_spec", lambda name: None)
+    assert main(["plan", *SMALL, "--plot", "x.png"]) == 2
+    assert 'pip install "lightning-zero[plot]"' in capsys.readouterr().err
+
+
+def test_nothing_of_a_device_or_a_process_group_is_touched(capsys, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the planner must not use a device or a process group")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refuse)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    assert len(plan(capsys, *SMALL)["choices"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "llama9", "--ranks", "2"], "--model must be one of llama2_7b, "),
+        ([*SMALL, "--devices", "2"], "unrecognized arguments: --devices"),
+        ([*SMALL, "--device-memory", "24"], "24 has no unit; write 24GiB or 24GB"),
+        ([*SMALL, "--disk", "much"], "got 'much'"),
+        ([*SMALL, "--io-gb-per-s", "-1"], "expected GB per second such as 25, got '-1'"),
+        (["--model", "tiny"], "expected the number of ranks"),
+        (["--model", "tiny", "--ranks", "0"], "at least 1, got '0'"),
+        (["--model", "tiny", "--ranks", "9"], "--ranks-per-node must divide 9 ranks, got 8"),
+        ([*SMALL, "--optimizer", "adamwww"], "got 'adamwww'"),
+        ([*SMALL, "zero=stage3"], "'zero=stage3' is an override of a Hydra configuration"),
+        (
+            ["--module", "tests.support.planned", "--ranks", "2"],
+            "such as my.code:Model, got 'tests.support.planned'",
+        ),
+        (["--module", "no.such:A", "--ranks", "2"], "module no.such cannot be imported"),
+        (
+            ["--module", "tests.support.planned:A", "--ranks", "2"],
+            "has no class A; it has: ViT, ConvNet, ",
+        ),
+        (
+            ["--module", VIT, "--arg", "wide=3", "--ranks", "2"],
+            "unexpected keyword argument 'wide'",
+        ),
+        (
+            ["--module", VIT, "--input", "4,3", "--ranks", "2"],
+            "--input must be a shape such as 8x3x224x224",
+        ),
+        (["--config-name", "nothing", "--ranks", "2"], "nothing"),
+        (["--config-name", "config", "zero=stage9"], "stage9"),
+        (["--ranks", "2"], "one of the arguments --model --module --config-name is required"),
+        ([*SMALL, "--device-memory", "0GiB"], "expected at least one byte, got '0GiB'"),
+        ([*SMALL, "--device-memory", "24GX"], "expected a size such as 24GiB"),
+        ([*SMALL, "--batch", "0"], "expected an integer of at least 1, got '0'"),
+        ([*SMALL, "--ranks-per-node", "3"], "--ranks-per-node must divide 2 ranks, got 3"),
+        ([*SMALL, "--precision", "fp8"], "invalid choice: 'fp8'"),
+        ([*SMALL, "--average", "gpu"], "invalid choice: 'gpu'"),
+        ([*SMALL, "--optimizer", "lbfgs"], "states of LBFGS are unknown"),
+        ([*SMALL, "--plot", "plan.docx"], "--plot plan.docx must end in one of"),
+        ([*SMALL, "--plot", "no/such/folder/plan.png"], "directory no/such/folder does not exist"),
+        (
+            ["--module", VIT, "--optimizer", "muon", "--arg", "width=0", "--ranks", "2"],
+            "cannot be built",
+        ),
+        (
+            ["--module", "tests.support.planned:choices", "--ranks", "2"],
+            "expected choices to be a torch.nn.Module, got list",
+        ),
+        (["--module", "tests.support.planned:ROOT", "--ranks", "2"], "has no class ROOT"),
+        (["--module", "torch.nn:Identity", "--ranks", "2"], "has no parameters"),
+        (
+            ["--module", VIT, "--arg", "width", "--ranks", "2"],
+            "--arg must be NAME=VALUE, got 'width'",
+        ),
+        (["--module", VIT, "--input", "4x3:int9", "--ranks", "2"], "got '4x3:int9'"),
+        (["--config-name", "config", "--config-dir", "no/such"], "no/such is not a directory"),
+        (["--config-name", "config", "model=gpt_9"], "gpt_9"),
+        (["--config-name", "config", "model.width=wide"], "model cannot be built"),
+        (
+            ["--config-name", "config", "model._target_=nowhere.Model"],
+            "is installed?); add the directory of its code to PYTHONPATH.",
+        ),
+    ],
+)
+def test_bad_input_is_an_error_with_status_2(arguments, text, capsys):
+    try:
+        status = main(["plan", *arguments])
+    except SystemExit as leave:
+        status = leave.code
+    assert status == 2
+    assert text in " ".join(capsys.readouterr().err.split())
+
+
+def test_inputs_of_a_wrong_shape_leave_activations_out_with_a_note(capsys):
+    assert main(["plan", "--module", VIT, "--input", "4x7", "--ranks", "2"]) == 0
+    assert (
+        "activations are not counted: one step of ViT cannot be traced" in capsys.readouterr().out
+    )
+    assert main(["plan", "--module", GPT_CLASS, "--ranks", "2"]) == 0
+    assert "pass the shapes of the inputs with --input" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""Channels: messages that fail on all ranks or on none, also from a background thread."""
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from lightning_zero.comm.communicator import Communicator
+from tests.support.ranks import RankError, run_ranks
+
+
+def _comm(timeout_s=60.0):
+    return Communicator(torch.device("cpu"), timeout=timedelta(seconds=timeout_s))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_values_arrive_on_rank_0_and_on_all_ranks(world_size):
+    results = run_ranks(world_size, _send)
+    assert [gathered for gathered, _, _ in results] == [
+        list(range(world_size)),
+        *[None] * (world_size - 1),
+    ]
+    assert {broadcast for _, broadcast, _ in results} == {"from 0"}
+    assert results[0][2] == [rank * 10 for rank in range(world_size)]
+
+
+def _send(rank, world_size):
+    channel = _comm().open_channel()
+    with channel.session():
+        gathered = channel.gather(rank)
+        return gathered, channel.broadcast(f"from {rank}"), channel.attempt(lambda: rank * 10)
+
+
+def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_stays_usable():
+    errors, gathered = zip(*run_ranks(3, _fail), strict=True)
+    assert set(errors) == {(28, "[Errno 28] no space: 'there'")}
+    assert gathered == ([0, 1, 2], None, None)
+
+
+def _fail(rank, world_size):
+    channel = _comm().open_channel()
+
+    def action():
+        if rank == 1:
+            raise OSError(28, "no space", "there")
+
+    with pytest.raises(OSError) as raised:
+        channel.attempt(action)
+    return (raised.value.errno, str(raised.value)), channel.gather(rank)
+
+
+def test_a_rank_that_dies_is_an_error_on_the_others_at_once():
+    start = time.monotonic()
+    with pytest.raises(RankError) as raised:
+        run_ranks(3, _die)
+    assert str(raised.value).count("RuntimeError") >= 2
+    assert "did not return" not in str(raised.value)
+    assert time.monotonic() - start < 20
+
+
+def _die(rank, world_size):
+    channel = _comm().open_channel()
+    channel.gather(rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    channel.attempt(lambda: rank)
+    channel.attempt(lambda: rank)
+
+
+def test_aborting_ends_the_wait_of_the_others_but_not_a_session_in_progress():
+    run_ranks(2, _abort_between_sessions, timeout_s=30)
+
+
+def _abort_between_sessions(rank, world_size):
+    comm = _comm()
+    channel = comm.open_channel()
+    results = []
+    go_on = threading.Event()
+
+    def exchange():
+        with channel.session():
+            results.append(channel.broadcast(rank))
+            go_on.wait()
+            results.append(channel.broadcast(rank + 1))
+
+    thread = threading.Thread(target=exchange)
+    thread.start()
+    while not results:
+        time.sleep(0.01)
+    if rank == 1:
+        comm.abort()
+        assert not channel.is_open
+    go_on.set()
+    thread.join()
+    assert results == [0, 1]
+    if rank == 0:
+        with pytest.raises(RuntimeError), channel.session():
+            channel.attempt(lambda: None)

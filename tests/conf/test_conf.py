@@ -1,0 +1,461 @@
+"""Every file in conf/ composes, and every choice of groups builds its strategy and its Trainer."""
+
+import inspect
+import itertools
+import pickle
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from omegaconf import OmegaConf, open_dict
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.callbacks import ZeroMonitor
+from lightning_zero.conf import make_trainer, optimized_metric
+from lightning_zero.observe import loggers
+
+CONF = Path(__file__).parents[2] / "conf"
+FILES = sorted(CONF.rglob("*.yaml"))
+
+
+def _differs_in_one(choices):
+    """Settings that differ from the example's default."""
+    return sum(map(str.__ne__, choices, ("stage3", "default", "comm"))) <= 1 or "off" in choices
+
+
+CHOICES = {
+    folder.relative_to(CONF).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
+    for folder in sorted({path.parent for path in FILES} - {CONF})
+}
+COMBINATIONS = [
+    pytest.param(*one, marks=() if _differs_in_one(one) else pytest.mark.slow)
+    for one in itertools.product(CHOICES["zero"], CHOICES["bucket"], CHOICES["overlap"])
+]
+STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
+
+
+# Groups that need an optional dependency.
+NEEDS = {
+    "hparams_search=optuna": ("hydra_plugins.hydra_optuna_sweeper", "sweep"),
+    "logger=tensorboard": ("tensorboard", "tensorboard"),
+    "logger=many_loggers": ("tensorboard", "tensorboard"),
+}
+
+
+def composed(*overrides, name="config"):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        return compose(name, overrides=list(overrides))
+
+
+def skip_without_extra(*overrides):
+    for package, extra in (NEEDS[word] for word in overrides if word in NEEDS):
+        pytest.importorskip(package, reason=f"needs the extra {extra}")
+
+
+@pytest.fixture
+def in_job(tmp_path):
+    """Composes as inside a job: with its directory and Hydra's settings."""
+
+    def compose_job(*overrides, mode=RunMode.RUN, name="config"):
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            config = compose(name, overrides=list(overrides), return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.runtime.output_dir = str(tmp_path)
+            config.hydra.mode = mode
+            config.hydra.job.num = 0
+        HydraConfig.instance().set_config(config)
+        with open_dict(config):
+            del config["hydra"]
+        return config
+
+    yield compose_job
+    HydraConfig.instance().cfg = None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_has_a_description_and_composes_with_its_command(path):
+    lines = path.read_text().splitlines()
+    comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # must be line 1
+    pattern = (
+        r"# (?P<what>.+): (srun |PYTHONPATH=examples )?python examples/(train|eval)\.py"
+        r"(?P<overrides>.*)"
+    )
+    words = re.fullmatch(pattern, comment)
+    assert words, comment
+    overrides = words["overrides"].split()
+    skip_without_extra(*overrides)
+    config = composed(*(word for word in overrides if word != "-m" and "," not in word))
+    assert config.trainer._target_ == "lightning.pytorch.Trainer"
+    if "trainer=ddp" in overrides:
+        assert config.trainer.strategy == "ddp"
+    else:
+        assert config.trainer.strategy._target_ == "lightning_zero.ZeroStrategy"
+    assert {"precision", "logger"} <= config.trainer.keys()
+    if path.parent != CONF:
+        assert f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" in overrides
+
+
+@pytest.mark.parametrize(("zero", "bucket", "overlap"), COMBINATIONS)
+def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucket, overlap):
+    config = composed(f"zero={zero}", f"bucket={bucket}", f"overlap={overlap}")
+    if (zero, overlap) == ("off", "all"):
+        with pytest.raises(HydraException, match="overlap_step needs stage 1, 2 or 3"):
+            instantiate(config.trainer.strategy)
+        return
+    strategy = instantiate(config.trainer.strategy)
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy.config.stage == STAGES[zero]
+    assert strategy.config.overlap_comm == (overlap != "none")
+    assert strategy.config.reduce_bucket_size == config.trainer.strategy.reduce_bucket_size
+
+
+@pytest.mark.parametrize("choice", CHOICES["model"])
+def test_every_model_is_built_from_its_file(choice):
+    config = composed(f"model={choice}", "data.context=32")
+    with torch.device("meta"):
+        model = instantiate(config.model)
+    assert model.gpt.config.context == 32
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    expected = {
+        "tiny": 0.7e6,
+        "llama_mini": 0.6593e6,
+        "gpt_25m": 25e6,
+        "gpt_125m": 85e6,
+        "gpt_1b": 1.2e9,
+        "llama_7b": 6.738e9,
+        "llama_70b": 68.977e9,
+    }
+    assert numel == pytest.approx(expected[choice], rel=0.001 if "llama" in choice else 0.1)
+
+
+BUILT = ["trainer", "precision", "callbacks", "logger", "paths", "debug", "experiment"]
+ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
+
+
+@pytest.mark.parametrize(
+    "override", [f"{group}={choice}" for group in BUILT for choice in CHOICES[group]]
+)
+def test_every_choice_builds_the_trainer(in_job, override):
+    skip_without_extra(override)
+    trainer = make_trainer(in_job(override, *ON_CPU))
+    assert isinstance(trainer, pl.Trainer)
+    assert isinstance(trainer.strategy, DDPStrategy if override == "trainer=ddp" else ZeroStrategy)
+    names = [type(logger).__name__ for logger in trainer.loggers]
+    expected = {
+        "logger=none": [],
+        "logger=wandb": ["WandbLogger"],
+        "logger=tensorboard": ["TensorBoardLogger"],
+        "logger=many_loggers": ["ContinuedCSVLogger", "TensorBoardLogger", "WandbLogger"],
+        "debug=default": [],
+        "debug=overfit": [],
+        "debug=fdr": [],
+    }
+    assert names == expected.get(override, ["ContinuedCSVLogger"])
+
+
+@pytest.mark.parametrize("choice", CHOICES["data"])
+def test_every_choice_of_data_is_built(choice, tmp_path):
+    data = instantiate(composed(f"data={choice}", f"paths.data_dir={tmp_path}").data)
+    assert (data.root == tmp_path) == (choice == "folder")
+
+
+def test_the_arguments_of_the_trainer_are_all_there_at_their_defaults():
+    shown = composed("trainer=default", "precision=fp32", "paths.output_dir=run").trainer
+    of_groups = {"strategy", "callbacks", "precision", "default_root_dir"}
+    for name, parameter in list(inspect.signature(pl.Trainer).parameters.items()):
+        if name not in of_groups:
+            assert shown[name] == parameter.default, name
+    assert set(shown) - {"_target_"} <= set(inspect.signature(pl.Trainer).parameters)
+    assert shown.default_root_dir == "run"
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("trainer=cpu", "32-true"),
+        ("trainer.accelerator=cuda", "bf16-mixed"),
+        ("trainer=gpu", "bf16-mixed"),
+        ("precision=bf16_mixed", "bf16-mixed"),
+    ],
+)
+def test_a_cpu_computes_in_float32_by_default(word, expected):
+    assert composed("trainer=cpu", word).trainer.precision == expected
+
+
+def test_two_loggers_are_both_used(in_job):
+    words = ["logger=[csv,wandb]", "logger.csv.name=numbers", "tags=[a,b]"]
+    csv, wandb = make_trainer(in_job(*words, *ON_CPU)).loggers
+    assert csv.name == "numbers"
+    assert wandb._wandb_init["tags"] == ["a", "b"]
+    assert wandb._wandb_init["job_type"] == "train"
+
+
+@pytest.mark.parametrize("word", ["logger=none", "trainer.logger=false", "logger.csv=null"])
+def test_without_a_logger_the_learning_rate_is_not_watched(in_job, word):
+    trainer = make_trainer(in_job(word, *ON_CPU))
+    assert trainer.loggers == []
+    kinds = {type(callback) for callback in trainer.callbacks}
+    assert {ModelCheckpoint, EarlyStopping, ZeroMonitor} <= kinds
+    assert LearningRateMonitor not in kinds
+
+
+def test_tensorboard_that_is_not_installed_is_named(in_job, monkeypatch):
+    monkeypatch.setattr(loggers, "find_spec", lambda name: None)
+    with pytest.raises(HydraException, match=r"pip install \"lightning-zero\[tensorboard\]\""):
+        make_trainer(in_job("logger=tensorboard", *ON_CPU))
+
+
+@pytest.mark.parametrize("word", ["trainer=ddp", "trainer.strategy=ddp"])
+def test_the_monitor_is_left_out_where_another_strategy_trains(in_job, word):
+    trainer = make_trainer(in_job(word, *ON_CPU))
+    assert isinstance(trainer.strategy, DDPStrategy)
+    kinds = {type(callback) for callback in trainer.callbacks}
+    assert {ModelCheckpoint, LearningRateMonitor} <= kinds
+    assert ZeroMonitor not in kinds
+
+
+def test_other_settings_of_the_strategy_do_not_matter_to_ddp():
+    words = ["trainer=ddp", "bucket=large", "offload=cpu", "sharding=node", "overlap=all"]
+    assert composed(*words).trainer.strategy == "ddp"
+
+
+def test_settings_without_a_strategy_are_refused(in_job):
+    with pytest.raises(ValueError, match=r"settings \(.*but no strategy; add zero="):
+        make_trainer(in_job("~zero", *ON_CPU))
+
+
+@pytest.mark.parametrize("choice", CHOICES["debug"])
+def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, choice, tmp_path):
+    config = in_job("logger=csv", "trainer=node", f"debug={choice}")
+    assert config.task_name == "debug"
+    assert (config.trainer.accelerator, config.trainer.devices) == ("cpu", 1)
+    trainer = make_trainer(config)
+    assert not trainer.checkpoint_callbacks
+    limits = {"default": (20, False, 0), "fdr": (20, True, 0), "overfit": (20, False, 3)}
+    settings = config.trainer
+    found = (settings.limit_train_batches, settings.fast_dev_run, settings.overfit_batches)
+    assert found == limits[choice]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_of_checkpoints_can_be_typed_as_an_override(in_job):
+    (callback,) = make_trainer(in_job(*ON_CPU)).checkpoint_callbacks
+    metrics = {"step": 600, "epoch": 0, "val/bits_per_byte": torch.tensor(2.5)}
+    path = callback.format_checkpoint_name(metrics)
+    assert path.endswith("checkpoints/step_000600.ckpt")
+    assert composed(f"ckpt_path={path}").ckpt_path == path
+    assert callback.save_last
+    assert callback.monitor == "val/bits_per_byte"
+
+
+def test_the_usual_keys_are_at_the_root():
+    config = composed()
+    assert (config.task_name, config.train, config.test) == ("train", True, False)
+    assert (config.ckpt_path, config.seed, list(config.tags)) == (None, 0, ["dev"])
+    words = ["trainer.limit_train_batches=2", "trainer.deterministic=true", "trainer.max_epochs=3"]
+    config = composed(*words, "seed=null", "tags=[a]", "test=true")
+    assert config.trainer.limit_train_batches == 2
+    assert config.trainer.deterministic is True
+
+
+def test_paths_are_those_of_the_project_and_the_job(in_job, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROJECT_ROOT", "/project")
+    config = in_job(f"paths.log_dir={tmp_path}/logs")
+    assert config.paths.data_dir == "/project/data"
+    assert config.paths.output_dir == config.trainer.default_root_dir == str(tmp_path)
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = [f"paths.log_dir={tmp_path}/logs", "task_name=mine"]
+        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+    assert hydra.run.dir.startswith(f"{tmp_path}/logs/mine/runs/")
+    assert hydra.sweep.dir.startswith(f"{tmp_path}/logs/mine/multiruns/")
+
+
+def test_a_run_is_named_by_its_overrides_and_grouped_by_its_sweep(in_job, monkeypatch):
+    words = ["zero=stage2", "logger=wandb", "model.lr=0.01", "tags=[x]", "task_name=mine"]
+    wandb = in_job(*words).logger.wandb
+    assert (wandb.name, wandb.group, wandb.job_type) == ("zero=stage2 model.lr=0.01", None, "mine")
+    assert list(wandb.tags) == ["x"]
+    sweep = [*words, "hydra.sweep.dir=outputs/my-sweep"]
+    assert in_job(*sweep, mode=RunMode.MULTIRUN).logger.wandb.group == "my-sweep"
+    assert in_job("logger=wandb").logger.wandb.name is None
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
+    assert in_job("logger=wandb").logger.wandb.group == "slurm-17"
+
+
+def test_main_returns_the_metric_that_is_named():
+    metrics = {"val/bits_per_byte": torch.tensor(2.5)}
+    assert optimized_metric(composed(), metrics) == 2.5
+    assert optimized_metric(composed("optimized_metric=null"), metrics) is None
+    assert optimized_metric(OmegaConf.create({}), metrics) is None
+    with pytest.warns(UserWarning, match=r"was not logged; logged metrics: val/bits_per_byte\."):
+        assert optimized_metric(composed("optimized_metric=acc"), metrics) is None
+
+
+@pytest.mark.skipif(
+    find_spec("hydra_plugins.hydra_optuna_sweeper") is None, reason="needs the extra sweep"
+)
+def test_a_search_is_a_sweep_over_the_ranges_of_its_file():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = ["hparams_search=optuna", "hydra.sweeper.n_trials=3"]
+        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+    assert hydra.mode == RunMode.MULTIRUN
+    assert hydra.sweeper.n_trials == 3
+    assert set(hydra.sweeper.params) == {"model.lr", "model.warmup"}
+
+
+def test_an_evaluation_is_the_same_configuration_without_training():
+    config = composed("model=gpt_25m", name="eval")
+    assert (config.task_name, config.train, config.test) == ("eval", False, True)
+    assert config.model.width == 512
+    assert set(composed()) == set(config)
+
+
+def test_an_evaluation_without_a_checkpoint_is_refused():
+    from eval import main
+
+    with pytest.raises(ValueError, match="give ckpt_path=PATH"):
+        main.__wrapped__(composed(name="eval"))
+
+
+def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them():
+    def launcher(*overrides):
+        with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+            words = ["hydra/launcher=slurm", *overrides]
+            return compose("config", overrides=words, return_hydra_config=True).hydra.launcher
+
+    assert launcher("trainer=node").gpus_per_node == 2
+    assert launcher("trainer=node", "hydra.launcher.tasks_per_node=8").gpus_per_node == 8
+    assert launcher("trainer.accelerator=cpu").gpus_per_node is None
+
+
+@pytest.mark.parametrize("strategy", ["trainer.strategy=zero3", "zero=stage3"])
+def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = ["hydra/launcher=slurm", strategy]
+        config = compose("config", overrides=words, return_hydra_config=True)
+    (callback,) = config.hydra.callbacks.values()
+    # Submitit pickles the callback; a worker that loads it imports lightning_zero.
+    assert callback._target_ == "lightning_zero.launch.hydra_jobs.HydraJobs"
+
+
+def test_the_choices_of_zero_are_its_stages_alone():
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        assert GlobalHydra.instance().config_loader().get_group_options("zero") == sorted(STAGES)
+
+
+def test_another_application_composes_the_trainer_of_a_laptop(tmp_path):
+    app = "defaults: [_self_, /trainer: laptop]\nhydra: {searchpath: ['pkg://lightning_zero.conf']}"
+    (tmp_path / "app.yaml").write_text(app)
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        trainer = compose("app").trainer
+    expected = {"cpu": 2, "cuda": "auto"}
+    assert trainer.devices == expected[trainer.accelerator]
+
+
+def test_a_strategy_of_another_library_can_be_named():
+    assert composed("trainer.strategy=ddp").trainer.strategy == "ddp"
+
+
+@pytest.mark.parametrize("choice", CHOICES["experiment"])
+def test_an_experiment_applies_its_settings(choice):
+    changed = {
+        "little_memory": ("trainer.strategy.prefetch_bucket_size", 0),
+        "gpt_1b": ("model.context", 2048),
+        "gpt_1b_offload": ("trainer.strategy.offload_optimizer", "cpu"),
+    }
+    name, value = changed[choice]
+    assert OmegaConf.select(composed(f"experiment={choice}"), name) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("zero=stage4", r"Could not find 'zero/stage4'(.*\n)+.*stage1(.*\n)+.*stage3"),
+        ("zeros=stage3", "Could not override 'zeros'"),
+        ("trainer.strategy.stag=3", r"Key 'stag' not in 'ZeroStrategySettings \(--cfg job"),
+        (
+            "trainer.strategy.overlap_comm=perhaps",
+            r"'perhaps' is not a valid bool(.*\n)+.*\(--cfg job",
+        ),
+        ("trainer.strategy.async_save=3.5", "'3.5' is not a valid bool|not convertible to bool"),
+        ("trainer.strategy.reduce_bucket_size=[1]", "incompatible with type hint"),
+    ],
+)
+def test_a_wrong_group_key_or_type_is_an_error_before_anything_runs(override, text):
+    with pytest.raises(HydraException) as caught:
+        composed(override)
+    assert re.search(text, f"{caught.value}\n{caught.value.__cause__}")
+
+
+def test_a_composed_config_can_be_kept_in_a_checkpoint():
+    strategy = composed().trainer.strategy
+    assert pickle.loads(pickle.dumps(strategy)) == strategy
+
+
+def test_the_monitor_takes_its_steps_from_the_command_line():
+    overrides = ("callbacks.monitor.trace_steps=[10,20]", "callbacks.monitor.dirpath=run")
+    monitor = instantiate(composed(*overrides).callbacks.monitor)
+    assert monitor.trace_steps == (10, 20)
+    with pytest.raises(HydraException, match="trace_stepz"):
+        composed("callbacks.monitor.trace_stepz=[10]")
+
+
+def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
+    shown = composed().trainer.strategy
+    named = {"stage", "reshard_after_forward", "param_dtype", "keep_float32", "start_method"}
+    assert named <= set(shown)
+    assert instantiate(shown).config == ZeroStrategy(stage=3).config
+
+
+def test_a_setting_that_yaml_cannot_express_is_built_by_its_target():
+    timeout = "+trainer.strategy.timeout={_target_: datetime.timedelta, seconds: 7}"
+    strategy = instantiate(composed(timeout).trainer.strategy)
+    assert strategy._timeout.total_seconds() == 7
+
+
+@pytest.mark.parametrize("value", ["head", "[head,'*.norm']"])
+def test_keep_float32_can_be_set_on_the_command_line(value):
+    strategy = instantiate(composed(f"trainer.strategy.keep_float32={value}").trainer.strategy)
+    assert strategy.config.keep_float32_items[0] == "head"
+
+
+@pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])
+def test_every_choice_of_sharding_builds_the_strategy(choice, size):
+    named = f"sharding={choice}"
+    override = f"trainer.strategy.sharding_group_size={choice}" if choice == 2 else named
+    assert instantiate(composed(override).trainer.strategy).config.sharding_group_size == size
+
+
+def test_a_node_of_shards_is_refused_where_nothing_is_sharded():
+    with pytest.raises(HydraException, match="sharding_group_size needs stage 1, 2 or 3"):
+        instantiate(composed("zero=off", "sharding=node").trainer.strategy)
+
+
+@pytest.mark.parametrize("choice", CHOICES["offload"])
+def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypatch):
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
+    strategy = instantiate(composed("zero=stage3", f"offload={choice}").trainer.strategy)
+    expected = {
+        "none": (None, None),
+        "cpu_optimizer": ("cpu", None),
+        "cpu": ("cpu", "cpu"),
+        "nvme_optimizer": ("nvme", None),
+        "nvme": ("nvme", "nvme"),
+        "auto": ("auto", None),
+    }
+    for name, device in zip(("offload_optimizer", "offload_param"), expected[choice], strict=True):
+        setting = getattr(strategy.config, name, None)
+        assert getattr(setting, "device", setting) == device
+        if device == "nvme":
+            assert setting.folder == str(tmp_path)

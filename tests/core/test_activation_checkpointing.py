@@ -1,0 +1,215 @@
+"""Modules that run again in backward: the same values, in every stage, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from inspect import signature
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed, outermost
+from tests.support.cells import SHARDED_STAGE
+from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
+from tests.support.hugging_face import llama
+from tests.support.models import GPTModule
+from tests.support.ranks import run_ranks
+
+
+class Block(nn.Module):
+    num_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x, *, scale=1.0):
+        Block.num_calls += 1
+        hidden = nn.functional.dropout(self.up(x).relu(), 0.5, self.training)
+        return x + scale * self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x.square().mean()
+
+
+def _train(rank, world_size, stage, again):
+    torch.manual_seed(0)
+    net = Net()
+    config = ZeroConfig(stage=stage, activation_checkpointing=again)
+    engine = Engine(net, [torch.optim.AdamW(net.parameters(), lr=0.1)], config)
+    Block.num_calls = 0
+    torch.manual_seed(rank)
+    for _ in range(3):
+        engine.backward(net(torch.randn(4, 8)))
+        engine.step()
+        engine.zero_grad()
+    with torch.no_grad():
+        net(torch.randn(4, 8))
+    engine.close()
+    assert not any("forward" in module.__dict__ for module in net.modules())
+    return [p.detach() for p in net.parameters()], Block.num_calls
+
+
+def _compare(rank, world_size, stage):
+    expected, num_calls = _train(rank, world_size, stage, False)
+    found, num_again = _train(rank, world_size, stage, True)
+    assert (num_calls, num_again) == (4 * 3, 7 * 3)
+    assert all(map(torch.equal, expected, found))
+
+
+@pytest.mark.shows("`activation_checkpointing`")
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_blocks_run_again_in_backward_with_the_same_values_and_random_numbers(stage):
+    run_ranks(2, _compare, stage)
+
+
+def test_a_run_of_the_trainer_equals_ddp():
+    factory = partial(GPTModule, ranks=2)
+    ours = fit_ranks(2, settings(3, activation_checkpointing=True), factory)
+    assert_same(ours, fit_reference(2, factory))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "names"),
+    [
+        (True, ["blocks.0", "blocks.1", "blocks.2"]),
+        (["first", Block], ["first", "blocks.0", "blocks.1", "blocks.2"]),
+        ({Block, nn.Linear}, ["blocks.0", "blocks.1", "blocks.2", "first"]),  # none inside another
+        ("blocks.[02]", ["blocks.0", "blocks.2"]),
+        (False, []),
+    ],
+)
+def test_what_runs_again_is_chosen_as_units_are(wanted, names):
+    config = ZeroConfig(activation_checkpointing=wanted)
+    assert find_checkpointed(Net(), config.checkpointed_modules) == names
+
+
+def test_what_cannot_run_again_is_refused_with_what_to_do():
+    with pytest.raises(ValueError, match=r"name classes: activation_checkpointing=\[Block\]"):
+        Engine(nn.Linear(2, 2), config=ZeroConfig(activation_checkpointing=True))
+    with pytest.raises(ValueError, match=r"activation_checkpointing has 'Blok', which matches no"):
+        Engine(Net(), config=ZeroConfig(activation_checkpointing="Blok"))
+    with pytest.raises(TypeError, match="activation_checkpointing must be True, False, classes"):
+        ZeroConfig(activation_checkpointing=3)
+
+
+def test_lists_stand_for_their_members_and_nothing_for_none():
+    for wanted in ("blocks", [nn.Module], ["blocks", Block]):
+        found = find_checkpointed(
+            Net(), ZeroConfig(activation_checkpointing=wanted).checkpointed_modules
+        )
+        assert [name for name in found if name != "first"] == ["blocks.0", "blocks.1", "blocks.2"]
+    for nothing in (None, [], set(), False):
+        assert ZeroConfig(activation_checkpointing=nothing).checkpointed_modules is False
+    many = [f"layers.{i}.experts.{j}" for i in range(100) for j in range(60)]
+    assert outermost([*many, "layers.7"])[-1] == "layers.7"
+    assert len(outermost([*many, "layers.7"])) == len(many) - 60 + 1
+
+
+def test_running_statistics_are_updated_once():
+    def train(again):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2)))
+        config = ZeroConfig(stage=1, activation_checkpointing=again)
+        engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+        for _ in range(3):
+            engine.backward(net(torch.randn(8, 4)).square().mean())
+            engine.step()
+            engine.zero_grad()
+        engine.close()
+        return [*net.parameters(), *net.buffers()]
+
+    assert all(map(torch.equal, train(False), train(["0", "1"])))
+
+
+def test_a_model_that_keeps_keys_and_values_keeps_none_while_it_trains():
+    pytest.importorskip("transformers")
+    ids = torch.arange(16).reshape(2, 8) % 30
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+
+    def train(again):
+        torch.manual_seed(0)
+        model = llama()
+        config = ZeroConfig(stage=3, activation_checkpointing=again)
+        engine = Engine(model, [torch.optim.SGD(model.parameters(), lr=0.1)], config)
+        for _ in range(2):
+            engine.backward(model(input_ids=ids, attention_mask=mask, labels=ids).loss)
+            engine.step()
+            engine.zero_grad()
+        engine.close()
+        return list(model.parameters())
+
+    for one, other in zip(train(False), train(True), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_copies_have_their_own_forward_alone():
+    net = Net()
+    config = ZeroConfig(stage=1, activation_checkpointing=True)
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+    assert str(signature(net.blocks[0].forward)) == "(x, *, scale=1.0)"
+    other = copy.deepcopy(Net())
+    end = apply_checkpointing(other, find_checkpointed(other, True))
+    other = copy.deepcopy(other)
+    engine.close()
+    again = Engine(other, [torch.optim.SGD(other.parameters(), lr=0.1)], config)
+    again.backward(other(torch.ones(2, 8)))
+    again.close()
+    end()
+    end = apply_checkpointing(net, ["blocks.0"])
+    apply_checkpointing(net, ["blocks.0"])
+    loaded = pickle.loads(pickle.dumps(net))
+    Block.num_calls = 0
+    loaded(torch.ones(1, 8)).backward()
+    assert Block.num_calls == 3
+    end()
+    assert "forward" not in net.blocks[0].__dict__
+
+
+def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
+    net = Net()
+    net.blocks[0].forward = own = lambda x, scale: 2 * x
+    end = apply_checkpointing(net, find_checkpointed(net, True))
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    with torch.no_grad():
+        assert other(torch.ones(1, 8)) == 0
+        assert net(torch.ones(1, 8)) > 0
+    end()
+    end()
+    assert net.blocks[0].forward is own
+    assert "forward" not in net.blocks[1].__dict__
+
+
+def test_a_compiled_block_runs_again():
+    net = Net()
+    x = torch.randn(4, 8)
+    torch.manual_seed(0)
+    net(x).backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    end = apply_checkpointing(net, find_checkpointed(net, True))
+    for block in net.blocks:
+        block.compile(backend="aot_eager")
+    torch.manual_seed(0)
+    net(x).backward()
+    end()
+    for parameter, grad in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)

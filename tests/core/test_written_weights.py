@@ -1,0 +1,160 @@
+"""Weights that the user writes between steps are trained on and saved, also beside a master."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_zero import Engine, ZeroConfig, gathered
+from tests.support.fitting import arrays, make_trainer, settings
+from tests.support.models import MLPModule
+from tests.support.ranks import run_ranks
+
+
+class Clamp(pl.Callback):
+    """Weight clipping of a Wasserstein GAN."""
+
+    def on_train_batch_end(self, trainer, module, *args):
+        for parameter in module.parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+
+
+class LoadOnce(pl.Callback):
+    """Loads pretrained weights in a hook."""
+
+    def on_train_start(self, trainer, module):
+        module.load_state_dict(
+            {k: torch.full_like(v, 0.25) for k, v in module.state_dict().items()}
+        )
+
+
+CALLBACKS = {
+    "clamp": Clamp,
+    "load": LoadOnce,
+}
+
+
+def _fit_with(rank, world_size, spec, callback, precision):
+    pl.seed_everything(0, verbose=False)
+    module = MLPModule(ranks=world_size)
+    make_trainer(spec, callbacks=[callback()], precision=precision, max_epochs=3).fit(module)
+    return arrays(module.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("callback", list(CALLBACKS))
+def test_weights_that_a_callback_writes_are_kept_as_under_ddp(callback, stage, precision):
+    expected = run_ranks(2, _fit_with, "ddp", CALLBACKS[callback], precision, has_group=False)
+    ours = run_ranks(2, _fit_with, settings(stage), CALLBACKS[callback], precision, has_group=False)
+    tolerance = 1e-6 if precision == "32-true" else 2e-2
+    for name, value in expected[0].items():
+        np.testing.assert_allclose(ours[0][name], value, atol=tolerance, rtol=tolerance)
+        np.testing.assert_array_equal(ours[0][name], ours[1][name])
+
+
+def _find_batch_size(rank, world_size, stage):
+    trainer = make_trainer(
+        settings(stage), callbacks=[BatchSizeFinder(max_trials=2, steps_per_trial=1)], max_epochs=1
+    )
+
+    class Sized(BoringModel):
+        batch_size = 2
+
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.ones(64, 32), batch_size=self.batch_size)
+
+        def val_dataloader(self):
+            return []
+
+    module = Sized()
+    trainer.fit(module)
+    return module.batch_size
+
+
+def _find_batch_sizes(rank, world_size):
+    return [_find_batch_size(rank, world_size, stage) for stage in (1, 2, 3)]
+
+
+@pytest.mark.shows("BatchSizeFinder")
+def test_the_batch_size_finder_works_on_one_device():
+    (found,) = run_ranks(1, _find_batch_sizes, has_group=False)
+    assert min(found) > 2
+
+
+def _small(stage):
+    """Two buckets, and one weight that is used twice."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+    )
+    module[1].weight = module[0].weight
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module, Engine(module, [optimizer], ZeroConfig(stage=stage, reduce_bucket_size=8))
+
+
+def _values(module):
+    with gathered(module):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+def _write_from(rank, world_size, stage):
+    module, engine = _small(stage)
+    before = _values(module)
+    last = world_size - 1
+    with torch.no_grad(), gathered(module[1], writeback=True, from_rank=last):
+        if rank == last:
+            module[1].weight.fill_(3)  # is module[0].weight, too
+        module[1].bias.fill_(0.5)  # the same on every rank
+    weight, first, second, *rest = _values(module)
+    assert weight.unique().tolist() == [3]
+    assert second.unique().tolist() == [0.5]
+    assert torch.equal(first, before[1])
+    assert all(map(torch.equal, rest, before[3:]))
+    with gathered(module[2].bias, writeback=True, from_rank=last):
+        if rank == last:
+            module[2].bias.data = torch.ones(2)
+    assert torch.equal(_values(module)[-1], torch.ones(2))
+    engine.backward(module(torch.ones(2, 4)).sum())
+    engine.step()  # from the values that were written, on every rank
+    states = engine.comm.control.gather_objects([v.tolist() for v in _values(module)])
+    assert all(state == states[0] for state in states)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_from_rank_writes_for_all_ranks(stage):
+    run_ranks(2, _write_from, stage)
+    if stage == 3:
+        run_ranks(1, _write_from, stage)
+
+
+def _write_differently(rank, world_size, stage):
+    module, engine = _small(stage)
+    before = _values(module)
+
+    def refuse(message, write, from_rank=0):
+        writing = gathered(module, writeback=True, from_rank=from_rank)
+        with pytest.raises(ValueError, match=message), torch.no_grad(), writing:
+            write()
+        assert all(map(torch.equal, _values(module), before))
+
+    def lone_write():
+        module[2].bias.fill_(1.0)  # the same on every rank, and dropped with the rest
+        if rank == 1:
+            module[1].weight.add_(1)
+
+    refuse(r"values than those of rank 0, .*: 0.weight on rank 1\. .*from_rank", lone_write)
+    refuse(r"of rank 1, .*: 0.weight on rank 0\.", lambda: module[0].weight.add_(rank + 1), 1)
+    refuse(r"different from_rank: \[0, 1\] by rank", lambda: None, rank)
+    refuse(r"from_rank of 0 to 1, got 2", lambda: None, 2)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_changes_that_would_be_lost_are_an_error_on_all_ranks_and_change_nothing(stage):
+    run_ranks(2, _write_differently, stage)

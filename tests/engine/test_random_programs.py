@@ -1,0 +1,23 @@
+"""Random programs give the numbers of plain torch; see tests/support/programs.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.cells import slow_but
+from tests.support.programs import Program, differences, run_plain, run_sharded
+from tests.support.ranks import run_ranks
+
+_NUM_EACH = 10
+# World size and the first of its seeds; `python -m tests.tools.random_programs` runs others.
+_CASES = [(1, 0), (2, 100), (2, 200), (3, 300), (4, 400)]
+
+
+@pytest.mark.parametrize(("world_size", "first"), slow_but([(1, 0), (2, 100)], _CASES))
+def test_random_programs_are_equal_to_plain_torch(world_size, first):
+    seeds = range(first, first + _NUM_EACH)
+    ranks = run_ranks(world_size, run_sharded, seeds, timeout_s=200)
+    for index, seed in enumerate(seeds):
+        program = Program.of(seed, world_size=world_size)
+        found = list(differences(run_plain(program), [seen[index] for seen in ranks]))
+        assert not found, f"{found[0]}\n{program}"

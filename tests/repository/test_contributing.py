@@ -1,0 +1,30 @@
+"""The test that CONTRIBUTING.md shows is one."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+from tests.tools import seed_faults
+
+TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
+
+
+def test_the_example_passes(tmp_path, monkeypatch):
+    (source,) = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+    (tmp_path / "example_of_contributing.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("example_of_contributing")
+    module.test_all_ranks_have_the_same_weights_after_a_step(3)
+
+
+def test_files_and_commands_that_are_named_exist(capsys):
+    for name in re.findall(r"tests/[\w/]+(?:\.py|/)", TEXT):
+        assert (Path(__file__).parents[2] / name).exists(), name
+    (command,) = (line for line in TEXT.splitlines() if "seed_faults run" in line)
+    words = shlex.split(command)
+    options = words[words.index("--executed") : words.index("--")]
+    assert seed_faults.main(["list", *options]) == 0
+    assert "lightning_zero/core/norm.py:" in capsys.readouterr().out

@@ -1,0 +1,128 @@
+"""The pages of docs/ and the README tell of all there is, and of nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import re
+
+import pytest
+import yaml
+
+import lightning_zero
+import lightning_zero.callbacks
+from lightning_zero.cli.options import add_commands
+from tests.support.pages import PAGES, ROOT
+
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
+LINKING = [*PAGES, "CONTRIBUTING.md"]
+
+
+def text_of(page):
+    return FENCED.sub("", (ROOT / page).read_text())
+
+
+def slugs(page):
+    """Anchors of the headings, as GitHub and MkDocs make them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_no_relative_link_is_broken(page):
+    for link in LINK.findall(text_of(page)):
+        if re.match(r"https?://", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.is_file(), link
+        assert target.resolve().is_relative_to(ROOT), link
+        if anchor:
+            assert anchor in slugs(target.resolve().relative_to(ROOT)), link
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_files_that_are_named_exist(page):
+    pattern = r"`(?:\w+ )?((?:tests|examples|conf|docs|lightning_zero)/[\w./-]*)[` ]"
+    for name in re.findall(pattern, text_of(page)):
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_of_the_package_exist(page):
+    for name in re.findall(r"\blightning_zero((?:\.\w+)+)", PAGES[page]):
+        parts = name[1:].split(".")
+        is_public = parts[0] in lightning_zero.__all__
+        assert is_public or importlib.util.find_spec(f"lightning_zero.{parts[0]}"), name
+        if parts[0] == "callbacks" and len(parts) > 1:
+            assert parts[1] in lightning_zero.callbacks.__all__, name
+
+
+def test_every_page_is_in_the_navigation():
+    (nav,) = re.findall(r"^nav:\n(?:[ ].*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    documented = []
+
+    def collect(entries):
+        for entry in entries:
+            (value,) = entry.values()
+            documented.append(value) if isinstance(value, str) else collect(value)
+
+    collect(yaml.safe_load(nav)["nav"])
+    there = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert sorted(documented) == sorted(there)
+
+
+@pytest.mark.parametrize(
+    ("page", "names"),
+    [
+        ("python", [f"lightning_zero.{name}" for name in lightning_zero.__all__]),
+        ("callbacks", [f"lightning_zero.callbacks.{n}" for n in lightning_zero.callbacks.__all__]),
+    ],
+)
+def test_every_public_name_is_in_the_reference(page, names):
+    documented = re.findall(
+        r"^::: ([\w.]+)$", PAGES[f"docs/reference/{page}.md"], flags=re.MULTILINE
+    )
+    assert sorted(documented) == sorted(names)
+
+
+def test_every_public_name_has_a_docstring():
+    names = {
+        f"{name}.{member}".rstrip("."): value
+        for face in (lightning_zero, lightning_zero.callbacks)
+        for name in face.__all__
+        for member, value in [("", getattr(face, name)), *members_of(getattr(face, name))]
+    }
+    assert [name for name, value in names.items() if not inspect.getdoc(value)] == []
+
+
+def members_of(value):
+    """Public methods of a class; overridden methods of Lightning's are documented there."""
+    classes = getattr(value, "__mro__", [])
+    theirs = {n for c in classes if not c.__module__.startswith("lightning_zero") for n in vars(c)}
+    return [
+        (name, member)
+        for name, member in inspect.getmembers(value if classes else None)
+        if not name.startswith("_") and name not in theirs
+        if callable(member) or isinstance(member, property)
+    ]
+
+
+def test_every_command_and_option_is_in_the_reference():
+    parts = re.split(r"^## ", PAGES["docs/reference/cli.md"], flags=re.MULTILINE)[1:]
+    documented = {part.splitlines()[0]: part for part in parts}
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    add_commands(subparsers)
+    assert documented.keys() == subparsers.choices.keys()
+    for name, parser in subparsers.choices.items():
+        options = {option for action in parser._actions for option in action.option_strings}
+        rows = set(re.findall(r"^\| `(--[\w-]+)", documented[name], flags=re.MULTILINE))
+        assert rows == {option for option in options if option.startswith("--")} - {"--help"}
+
+
+def test_every_dated_page_is_in_the_index_of_benchmarks():
+    there = {path.name for path in (ROOT / "tests" / "benchmarks").glob("*.md")}
+    documented = re.findall(r"\(\.\./tests/benchmarks/([\w.-]+\.md)\)", PAGES["docs/benchmarks.md"])
+    assert sorted(documented) == sorted(there)

@@ -1,0 +1,59 @@
+"""The table of what works in docs/features.md is the list of what marked tests show."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import callbacks
+
+from tests.support.features import BEGIN, END, Claim, table, write
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "features.md"
+COMMAND = 'pytest -m "shows or refuses" --write-features docs/features.md'
+ABSTRACT = {"Callback", "Checkpoint", "ProgressBar"}
+
+
+def between_comments(text):
+    return text.partition(BEGIN)[2].partition(END)[0].strip()
+
+
+def test_every_row_has_a_test_and_every_marked_test_a_row():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--list-features", "-qq", "tests"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    claimed = between_comments(done.stdout)
+    written = between_comments(PAGE.read_text())
+    assert written == claimed, f"run {COMMAND}\n{claimed}"
+
+
+def test_the_command_that_writes_it_is_on_the_page():
+    for page in (PAGE, ROOT / "CONTRIBUTING.md"):
+        assert f"`{COMMAND}`" in page.read_text()
+
+
+def test_every_callback_of_lightning_has_a_row():
+    written = between_comments(PAGE.read_text())
+    for name in set(callbacks.__all__) - ABSTRACT:
+        assert f"\n| `{name}` | " in written, name
+
+
+def test_a_table_has_a_row_for_a_name_and_a_column_for_a_stage(tmp_path):
+    claims = [
+        Claim("Timer", 1),
+        Claim("Timer", 3, "it is late"),
+        Claim("speed", 2),
+        Claim("Timer", 1),
+    ]
+    text = table(claims)
+    assert "| `Timer` | yes |  | refused | it is late |" in text
+    assert "| speed |  | yes |  |  |" in text
+    with pytest.raises(pytest.UsageError, match="Timer is said to be yes and refused"):
+        table([*claims, Claim("Timer", 1, "it is early")])
+    page = tmp_path / "features.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write(page, text)
+    assert page.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"
