@@ -31,9 +31,9 @@ from lightning_zero.health.watchdog import (
 )
 from lightning_zero.health.world import disconnect_groups
 from lightning_zero.layout.config import WaitLimits
-from tests.distributed.ranks import RankError, run_ranks
-from tests.fitting import make_trainer, settings
-from tests.models import MLPModule
+from tests.support.fitting import make_trainer, settings
+from tests.support.models import MLPModule
+from tests.support.ranks import RankError, run_ranks
 
 
 def _error_of(action):

@@ -18,8 +18,8 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_zero.launch.children import ProcessSnapshot
 from lightning_zero.launch.hydra import check_launch
-from tests.distributed.ranks import free_port
-from tests.distributed.test_launch import ROOT, run_script, start
+from tests.launch.test_launch import ROOT, run_script, start
+from tests.support.ranks import free_port
 
 APP = Path(__file__).parents[1] / "support" / "scripts" / "hydra_app" / "app.py"
 
@@ -144,8 +144,8 @@ import os, sys
 if os.environ.get("LOCAL_RANK") == "1":
     sys.exit(int(sys.argv[1]))
 import lightning_zero.launch.children as children
-from tests.fitting import make_trainer
-from tests.models import MLPModule
+from tests.support.fitting import make_trainer
+from tests.support.models import MLPModule
 children._GRACE_S = children._GRACE_OF_SUCCESS_S = 1.0
 make_trainer("zero3", devices=2).fit(MLPModule(ranks=2))
 """

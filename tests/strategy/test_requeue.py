@@ -19,10 +19,10 @@ from torch.utils.data import DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
 from lightning_zero.strategy.requeue import RequeuedExit, _check_owner, _wait_until_seen
-from tests.distributed.ranks import run_ranks
-from tests.distributed.test_slurm_layout import as_srun
-from tests.fitting import arrays
-from tests.models import GPTModule
+from tests.launch.test_slurm_layout import as_srun
+from tests.support.fitting import arrays
+from tests.support.models import GPTModule
+from tests.support.ranks import run_ranks
 
 SIGUSR1, SIGTERM = signal.SIGUSR1, signal.SIGTERM
 
