@@ -19,7 +19,15 @@ Imports record, layout, tensors, health, comm and tiers.
     mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
     step_worker   the thread that steps while the next forward runs
 
-Begin with the note at the top of core/order.py, then read `schedule` and `bucket`. A gradient
+Begin with the note at the top of core/order.py, then read `schedule` and `bucket`.
+
+The collective order alone decides when an all-gather is issued. A hook reports the use of a unit to
+`Schedule.pre_forward` or `pre_backward`, these to the `Unsharder`, which requests the unit
+(`CollectiveOrder.request_unshard`) or prefetches the next ones (`prefetch`). The order calls
+`Schedule.issue_unshard` in its turn: that of the recorded schedule, or, while there is none, after
+a control-plane round of all ranks.
+
+A gradient
 arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its bucket is
 complete. Then `reducer` marks the bucket as ready in the collective order
 (`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so

@@ -102,8 +102,7 @@ class Gradients:
         self._is_sharded = plan.stage.has_shard(State.GRAD)
         self._replicates_mean = not plan.stage.has_shard(State.OPTIM)
         self._rank = comm.mesh.shard_rank
-        self._own_ranges = plan.layout.parts(self._rank)  # by slot, within this rank's shard
-        self._numel = len(plan.layout.shard(self._rank))
+        self._own = plan.layout.of_rank(self._rank, is_replicated=self._replicates_mean)
         self.unsharded_grads: FlatBuffer | None = None
         self.main_grad: Tensor | None = None
         self.slices: list[Tensor] = []
@@ -205,7 +204,7 @@ class Gradients:
         if self._is_in_place:
             out = buffer.shard(self._rank)
         elif self.main_grad is None or self._holds_mean or self._offloaded is not None:
-            out = torch.empty(self._numel, dtype=self.dtype, device=flat.device)
+            out = torch.empty(self._own.numel, dtype=self.dtype, device=flat.device)
         else:
             out = self.main_grad
         split_sizes = self._plan.layout.split_sizes
@@ -219,7 +218,7 @@ class Gradients:
         """
         layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
         buffer = scratch.acquire(layout.numel, self._plan.dtype).zero_()
-        out = torch.empty(self._numel, dtype=self.dtype, device=buffer.device)
+        out = torch.empty(self._own.numel, dtype=self.dtype, device=buffer.device)
         self._comm.reduce_scatter(buffer, out, name, split_sizes=layout.split_sizes).wait()
         scratch.release(buffer)
         average = None
@@ -287,7 +286,7 @@ class Gradients:
 
         if self._has_replicas:
             with torch.no_grad():
-                offloaded.apply_(average, 0, self._numel)
+                offloaded.apply_(average, 0, self._own.numel)
             self.is_partial = False
 
     def _finish_average(self) -> None:
@@ -474,9 +473,9 @@ class Gradients:
             for part in parts:
                 change(part)
         else:
-            ranges = [range(self._numel)]
+            ranges = [range(self._own.numel)]
             if indices is not None:
-                ranges = [self._own_ranges[index] for index in indices]
+                ranges = [self._own.ranges[index] for index in indices]
             for own in ranges:
                 self._offloaded.apply_(change, own.start, own.stop)
 
@@ -567,8 +566,7 @@ class Gradients:
                 parameter.grad = upcast.views[index]
 
     def _zeros(self) -> Tensor:
-        numel = self._plan.layout.numel if self._replicates_mean else self._numel
-        return torch.zeros(numel, dtype=self.dtype, device=self._comm.device)
+        return torch.zeros(self._own.numel, dtype=self.dtype, device=self._comm.device)
 
     def _set_main_grad(self, mean: Tensor) -> None:
         """Makes `mean` the main gradient, with its slices and views."""
@@ -582,7 +580,7 @@ class Gradients:
         if self._offloaded is None:
             self.slices = self._split_by_slot(mean)
         else:
-            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._own_ranges]
+            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._own.ranges]
         if self._replicates_mean:
             self._views = [part.detach() for part in self.slices]
         else:
@@ -596,10 +594,10 @@ class Gradients:
 
     def _split_by_slot(self, mean: Tensor) -> list[Tensor]:
         """Splits a mean into its slices, by slot."""
+        slices = self._own.split(mean)
         if not self._replicates_mean:
-            return [mean[part.start : part.stop] for part in self._own_ranges]
-        slots = self._plan.layout.slots
-        return [mean[slot.start : slot.stop].view(slot.shape) for slot in slots]
+            return slices
+        return [part.view(shape) for part, shape in zip(slices, self._own.shapes, strict=True)]
 
     def _is_own_view(self, index: int, grad: Tensor) -> bool:
         if not self._views or grad is not self._views[index]:

@@ -48,6 +48,7 @@ class Shards:
 
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
+        layout: Elements that this rank steps.
         own_ranges: Elements that this rank steps, as indices into its shard, by slot.
         step_shapes: Shape in which this rank steps them, by slot.
         is_stepped: Whether this rank steps the slot or a slice of it, which may be empty, by slot.
@@ -73,14 +74,9 @@ class Shards:
         self._rank = rank
         self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
-        self.own_ranges = plan.layout.parts(rank)
-        layout, slots = plan.layout, plan.layout.slots
-        self.step_shapes = tuple(layout.step_shape(slot, rank) for slot in slots)
-        self.is_stepped = tuple(slot.is_stepped_by(rank) for slot in slots)
-        if self.replicates_optim:
-            self.own_ranges = tuple(range(slot.start, slot.stop) for slot in slots)
-            self.step_shapes = tuple(slot.shape for slot in slots)
-            self.is_stepped = (True,) * len(slots)
+        self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
+        self.own_ranges, self.step_shapes = self.layout.ranges, self.layout.shapes
+        self.is_stepped = self.layout.is_stepped
         self.param_shard: ShardStore
         self.all_gather_input: ShardStore | None
         self.master: ShardStore | None
@@ -88,7 +84,7 @@ class Shards:
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
-        self.num_slot_writes = [0] * len(slots)
+        self.num_slot_writes = [0] * len(plan.layout.slots)
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
@@ -99,9 +95,7 @@ class Shards:
 
     def owned(self, index: int) -> range:
         """Elements of slot `index` that this rank steps, counted from the slot's first element."""
-        if self.replicates_optim:
-            return range(self.plan.layout.slots[index].numel)
-        return self.plan.layout.owned(self.plan.layout.slots[index], self._rank)
+        return self.layout.owned(index)
 
     @property
     def has_tensor_owners(self) -> bool:
@@ -110,7 +104,7 @@ class Shards:
 
     def split_by_slot(self, flat: Tensor) -> list[Tensor]:
         """Splits a flat tensor of the elements that this rank steps into 1-D views, by slot."""
-        return [flat[own.start : own.stop] for own in self.own_ranges]
+        return self.layout.split(flat)
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
         """The elements of an unsharded buffer that this rank steps: 1-D, a view."""
@@ -319,8 +313,8 @@ class Shards:
     def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
         """The file of optimizer state `key`, with the length of the shard; initially zeros."""
         if key not in self.state_stores:
-            name, numel = f"{self.plan.name}.{key}", len(self.plan.layout.shard(self._rank))
-            self.state_stores[key] = self.storage.make_optim_store(name, numel, dtype)
+            name = f"{self.plan.name}.{key}"
+            self.state_stores[key] = self.storage.make_optim_store(name, self.layout.numel, dtype)
         return self.state_stores[key]
 
     def state_view(self, index: int, key: str) -> Tensor:

@@ -5,5 +5,8 @@
     peers         the processes of this node, watched through the kernel; the watchdogs' store
     reports       status of every rank, reported after a long wait
 
-Begin with `watchdog`, which explains why a wait ends if a rank does not come.
+Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank raises an
+exception or ends, the watchdogs of the other ranks learn it within seconds, end their waits and
+raise an error with its rank and cause; the end of comm's text lists who notifies them in which
+phase of a job.
 """

@@ -18,6 +18,9 @@ four large matrices of a transformer block would take 2.7 times their elements o
 all-gather and in storage; an embedding alone in its bucket would take 8 times. So a shard has the
 length of its tensors, collectives take the lengths (`split_sizes`), and owners are assigned over
 the entire model (`assign_owners`), where the sizes even out, not bucket by bucket.
+
+`FlatLayout` answers for all ranks, and `ShardLayout` for one of them, where the elements of a slot
+are in flat tensors. No other module computes such positions.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-__all__ = ["ALIGN_NUMEL", "FlatLayout", "Slot", "assign_owners"]
+from torch import Tensor
+
+__all__ = ["ALIGN_NUMEL", "FlatLayout", "ShardLayout", "Slot", "assign_owners"]
 
 # 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels require.
 ALIGN_NUMEL = 32
@@ -56,10 +61,6 @@ class Slot:
     def stop(self) -> int:
         """One past the last element, in the flat space."""
         return self.start + self.numel
-
-    def is_stepped_by(self, rank: int) -> bool:
-        """Whether `rank` steps the parameter or a slice of it, which may be empty."""
-        return self.owner in (None, rank)
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,9 @@ class FlatLayout:
         stop = min(max(self.bounds[rank + 1] - slot.start, start), slot.numel)
         return range(start, stop)
 
-    def step_shape(self, slot: Slot, rank: int) -> tuple[int, ...]:
-        """Shape in which `rank` steps its elements of `slot`: the full shape, or one dimension."""
-        return slot.shape if slot.owner == rank else (len(self.owned(slot, rank)),)
-
-    def parts(self, rank: int) -> tuple[range, ...]:
-        """`owned` of every slot, relative to the first element of the shard of `rank`."""
-        pairs = [(slot, self.owned(slot, rank)) for slot in self.slots]
-        starts = [s.start + owned.start - self.bounds[rank] if owned else 0 for s, owned in pairs]
-        stops = [start + len(owned) for start, (_, owned) in zip(starts, pairs, strict=True)]
-        return tuple(map(range, starts, stops))
+    def of_rank(self, rank: int, *, is_replicated: bool = False) -> ShardLayout:
+        """The elements that `rank` steps; with `is_replicated` all of them, in full shapes."""
+        return ShardLayout(self, rank, is_replicated)
 
     @cached_property
     def gaps(self) -> list[range]:
@@ -161,6 +155,73 @@ class FlatLayout:
         edges.append(self.numel)
         pairs = zip(edges[::2], edges[1::2], strict=True)
         return [range(start, stop) for start, stop in pairs if stop > start]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The elements of a bucket that one rank has between uses, and steps: 1-D, in slot order.
+
+    Every flat tensor of them (parameters, master, main gradient, an optimizer state) has this
+    layout.
+
+    Attributes:
+        layout: Layout of the bucket.
+        rank: The rank.
+        is_replicated: Whether the rank has all elements, as all others do, not a shard.
+    """
+
+    layout: FlatLayout
+    rank: int
+    is_replicated: bool
+
+    @cached_property
+    def in_flat(self) -> range:
+        """Range of the flat space, with padding."""
+        return range(self.layout.numel) if self.is_replicated else self.layout.shard(self.rank)
+
+    @property
+    def numel(self) -> int:
+        return len(self.in_flat)
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`, counted from the slot's first element; possibly empty."""
+        slot = self.layout.slots[index]
+        return range(slot.numel) if self.is_replicated else self.layout.owned(slot, self.rank)
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        """`owned` of every slot, counted from the first element of `in_flat`."""
+        pairs = [(slot, self.owned(index)) for index, slot in enumerate(self.layout.slots)]
+        first = self.in_flat.start
+        starts = [slot.start + owned.start - first if owned else 0 for slot, owned in pairs]
+        stops = [start + len(owned) for start, (_, owned) in zip(starts, pairs, strict=True)]
+        return tuple(map(range, starts, stops))
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shape in which each slot is stepped: the full shape, or one dimension."""
+        return tuple(
+            slot.shape
+            if self.is_replicated or slot.owner == self.rank
+            else (len(self.owned(index)),)
+            for index, slot in enumerate(self.layout.slots)
+        )
+
+    @cached_property
+    def is_stepped(self) -> tuple[bool, ...]:
+        """Whether this rank steps each slot, or a slice of it, which may be empty."""
+        owners = (slot.owner for slot in self.layout.slots)
+        return tuple(self.is_replicated or owner in (None, self.rank) for owner in owners)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Splits a tensor of these elements into 1-D views, by slot."""
+        return [flat[own.start : own.stop] for own in self.ranges]
+
+    def within(self, index: int, start: int, stop: int) -> range:
+        """Elements of slot `index` in [start, stop), counted as `ranges`; possibly empty."""
+        own = self.ranges[index]
+        first = max(own.start, start)
+        return range(first, max(first, min(own.stop, stop)))
 
 
 def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:

@@ -85,18 +85,12 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
                 f"a buffer of {nbytes} bytes cannot hold {PAGE_BYTES} elements of all {len(files)} "
                 f"tensors of {bucket.plan.name} that are stored in files; use a larger buffer_size."
             )
-    own = bucket.shards.own_ranges
+    layout = bucket.shards.layout
     return [
         Chunk(start, min(start + step, numel), files)
         for start in range(0, numel, step)
-        if not start or any(_part_of(own[index], start, start + step) for index in slots)
+        if not start or any(layout.within(index, start, start + step) for index in slots)
     ]
-
-
-def _part_of(own: range, start: int, stop: int) -> range:
-    """Elements of the range `own` that lie within [start, stop)."""
-    first = max(own.start, start)
-    return range(first, max(first, min(own.stop, stop)))
 
 
 def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
@@ -194,10 +188,10 @@ class ChunkStep:
             self._master = self._memory[MASTER]
         if self._arrival is not None:
             self._arrival.synchronize()
-        own_ranges, chunk = self._shards.own_ranges, self.chunk
+        layout, chunk = self._shards.layout, self.chunk
         for index in self.bucket_step.grads:
-            part = _part_of(own_ranges[index], chunk.start, chunk.stop)
-            if part or (chunk.start == 0 and not own_ranges[index]):
+            part = layout.within(index, chunk.start, chunk.stop)
+            if part or (chunk.start == 0 and not layout.ranges[index]):
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 

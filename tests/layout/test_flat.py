@@ -47,10 +47,8 @@ def test_gaps_and_slots_together_are_the_flat_space(shapes, world_size):
 
 def slices_of_shards(unsharded, world_size):
     """By rank, the slice of each parameter in its shard."""
-    return [
-        [unsharded.shard(rank)[part.start : part.stop] for part in unsharded.layout.parts(rank)]
-        for rank in range(world_size)
-    ]
+    ranks = range(world_size)
+    return [unsharded.layout.of_rank(rank).split(unsharded.shard(rank)) for rank in ranks]
 
 
 @given(SHAPES, WORLDS)
@@ -86,12 +84,12 @@ def lay_out_owned(shapes, world_size):
 def test_an_owned_tensor_lies_in_the_shard_of_its_owner_which_alone_steps_it(shapes, world_size):
     layout, owners = lay_out_owned(shapes, world_size)
     assert layout.has_tensor_owners
-    for slot, shape, owner in zip(layout.slots, shapes, owners, strict=True):
+    for index, (shape, owner) in enumerate(zip(shapes, owners, strict=True)):
         for rank in range(world_size):
-            is_owner = rank == owner
-            assert slot.is_stepped_by(rank) == is_owner
-            assert layout.owned(slot, rank) == range(slot.numel if is_owner else 0)
-            assert layout.step_shape(slot, rank) == (shape if is_owner else (0,))
+            is_owner, own = rank == owner, layout.of_rank(rank)
+            assert own.is_stepped[index] == is_owner
+            assert own.owned(index) == range(math.prod(shape) if is_owner else 0)
+            assert own.shapes[index] == (shape if is_owner else (0,))
 
 
 @given(SHAPES, WORLDS)

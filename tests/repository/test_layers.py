@@ -194,3 +194,156 @@ def compares_stage(node):
     names += [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
     numbers = [n for n in node.comparators if isinstance(n, ast.Constant)]
     return "stage" in names and any(isinstance(n.value, int) for n in numbers)
+
+
+# ------------------------------------------------- attributes that one object sets on another
+
+# Attributes that torch, Python and Lightning document as settable, in names that are ours, too.
+SETTABLE = {"args", "data", "grad", "grad_dtype", "requires_grad", "__class__"}
+OF_OTHERS = """
+checkpoint.dcp_writer metadata.version
+launch.children sys.excepthook
+optim.clone copy.state
+optim.state_view optimizer.state
+optim.step self.optimizer.state
+strategy.processes rank_zero_only.rank
+strategy.requeue bound.arguments
+strategy.strategy launcher.procs
+strategy.strategy self._checkpoint_io.checkpoint_io
+tensors.sharded ctx.name
+tensors.sharded ctx.sharded
+"""  # objects of torch, Python and Lightning
+SET_FROM_OUTSIDE = """
+activations known.num_uses
+checkpoint.dcp_metadata record.state
+checkpoint.dcp_writer plan_cache.entries
+checkpoint.dcp_writer self.plan_cache.metadata
+cli.io_bench store.block_bytes
+comm.communicator self.control.watchdog
+core.access bucket.fingerprints
+core.access bucket.num_pins
+core.bucket bucket.fingerprints
+core.bucket self._bucket.num_pins
+core.gradients view.is_tracked
+core.hooks call.awaited
+core.hooks call.input_keys
+core.hooks unit.module
+core.hooks unit.num_awaited
+core.lockstep bucket.lockstep
+core.lockstep comm.before_collective
+core.lockstep self._order.allows_uneven_calls
+core.lockstep self._order.stop_request
+core.order one.cursor
+core.order one.has_deviated
+core.order one.has_logged_backward
+core.order one.has_unused_gathers
+core.order one.in_backward
+core.order one.is_recorded
+core.order one.reduction_order
+core.order one.schedule
+core.order self._ended.key
+core.order self._rounds.current_call
+core.order self._rounds.flags
+core.order self._rounds.last_write
+core.order self._rounds.num_writes
+core.schedule call.awaited
+core.schedule call.is_done
+core.schedule self.reducer.ends_step
+core.schedule self.shared.are_fresh
+core.schedule unit.is_saved_for_backward
+core.schedule unit.num_awaited
+core.schedule unit.stays_unsharded
+core.shards self.param_shard.tensor
+core.unit bucket.is_saved_for_backward
+core.unit bucket.on_unsharded_change
+core.unit unit.num_awaited
+engine.engine self.schedule.is_accumulating
+engine.optimizers bucket.shards.keeps_states_in_files
+engine.shadow engine.average_buckets
+health.peers key.data.exit_status
+health.peers peer.descriptor
+health.peers peer.exited_at
+health.watchdog self._reports.describe
+observe.monitor strategy.before_saving
+observe.monitor zero_strategy(trainer, self).before_saving
+optim.clone part.state
+optim.flow known.is_written
+optim.flow self._flow.untraceable
+optim.state_view view.raw
+optim.step self._view.raw
+planner.trace counter.high
+planner.trace recorder.counter.high
+record.recorder span.start
+tensors.full_view view._source
+tensors.guarded data.is_tracked
+tensors.sharded value.is_tracked
+tiers.grad_offload pending.transfer
+tiers.nvme read.is_stale
+tiers.pipeline slot.job
+"""  # ours: this list only ever gets shorter
+
+
+def is_assignment(node):
+    return isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign)
+
+
+def set_attributes(node):
+    """Nodes `x.attribute` that an assignment sets."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        found = (n for n in ast.walk(target) if isinstance(n, ast.Attribute))
+        yield from (n for n in found if isinstance(n.ctx, ast.Store))
+
+
+def own_attributes():
+    """Names of the attributes that classes of the package declare or set on themselves."""
+    for module in MODULES:
+        for node in ast.walk(syntax_of(module)):
+            if isinstance(node, ast.ClassDef):
+                fields = (n for n in node.body if isinstance(n, ast.AnnAssign))
+                yield from (ast.unparse(n.target) for n in fields)
+            elif isinstance(node, ast.FunctionDef):  # setters of properties
+                setters = [f"{node.name}.setter"]
+                yield from (node.name for d in node.decorator_list if ast.unparse(d) in setters)
+            elif is_assignment(node):
+                found = set_attributes(node)
+                yield from (n.attr for n in found if ast.unparse(n.value) in {"self", "cls"})
+
+
+def constructed(function):
+    """Names of the locals to which `function` assigns a new object: the call of a class."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            path = ast.unparse(node.value.func)
+            parts = [part.lstrip("_") for part in path.split(".")]
+            if path == "cls" or parts[0][:1].isupper() or parts[-1][:1].isupper():
+                yield from (n.id for n in node.targets if isinstance(n, ast.Name))
+
+
+def set_from_outside(node, ours, receivers=frozenset({"self", "cls"})):
+    """Yields `x.attribute` where an assignment below `node` sets an attribute of an object of ours.
+
+    Not where x is `self`, `cls` or the class itself, or an object that the same function has made.
+    """
+    if isinstance(node, ast.ClassDef):
+        receivers |= {node.name}
+    elif isinstance(node, ast.FunctionDef):
+        receivers |= set(constructed(node))
+    elif is_assignment(node):
+        for target in set_attributes(node):
+            if ast.unparse(target.value) not in receivers and target.attr in ours:
+                yield ast.unparse(target)
+    for child in ast.iter_child_nodes(node):
+        yield from set_from_outside(child, ours, receivers)
+
+
+def test_no_object_sets_an_attribute_of_another_after_its_construction():
+    ours = set(own_attributes()) - SETTABLE
+    found = {
+        f"{module.partition('.')[2]} {target}"
+        for module in MODULES
+        for target in set_from_outside(syntax_of(module), ours)
+    }
+    known = {*OF_OTHERS.strip().splitlines(), *SET_FROM_OUTSIDE.strip().splitlines()}
+    new, gone = sorted(found - known), sorted(known - found)
+    assert not new, "pass it to the constructor, or return it:\n" + "\n".join(new)
+    assert not gone, "delete these lines from the list:\n" + "\n".join(gone)
