@@ -268,6 +268,7 @@ def _fit_error(rank, world_size, spec, module):
     return None, dist.is_initialized()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_module_without_parameters_is_refused_before_any_process_group(stage):
     for text, had_group in run_ranks(2, _fit_error, settings(stage), EmptyModule, has_group=False):
@@ -284,6 +285,7 @@ class ForeignModule(MLPModule):
         return [*self.parameters(), torch.nn.Parameter(torch.ones(13, 17))]
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_optimizer_over_foreign_parameters_is_refused_with_their_shape(stage):
     for text, _ in run_ranks(2, _fit_error, settings(stage), ForeignModule, has_group=False):
@@ -309,6 +311,7 @@ def _second_engine(rank, world_size, stage):
     return text
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_second_engine_on_one_module_is_refused_until_the_first_is_closed(stage):
     for text in run_ranks(2, _second_engine, stage):
@@ -337,6 +340,7 @@ def _fit_inside_fit(rank, world_size, stage):
     return module.text, len(module.losses)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_second_strategy_on_a_module_in_training_is_refused_and_the_first_goes_on(stage):
     for text, num_steps in run_ranks(2, _fit_inside_fit, stage, has_group=False):
