@@ -102,7 +102,6 @@ SENT = {
 }
 
 
-@pytest.mark.default_cases("stage 1", "stage 2", "stage 3", "stage 3, no prefetch", "stage 3, kept")
 @pytest.mark.parametrize("case", list(SENT))
 def test_spans_and_bytes_of_a_step_are_those_of_the_stage(recorded, case):
     half = LAYER * 4 * (RANKS - 1) // RANKS

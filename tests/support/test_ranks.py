@@ -41,8 +41,7 @@ def _environment(rank, world_size):
     return os.environ["RANK"], os.environ["WORLD_SIZE"], dist.is_initialized(), os.getcwd()
 
 
-@pytest.mark.default_cases("1")
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_rank_runs_and_returns_its_result(world_size):
     results = run_ranks(world_size, _sum_of_ranks, 2.0)
     expected = 2.0 * sum(range(world_size))
