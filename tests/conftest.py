@@ -2,31 +2,48 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
 
 from lightning_zero.launch.children import Children
-from tests import slices
-from tests.slices import pytest_collection_modifyitems
 from tests.support import features
+from tests.support.cells import mark_slow_cases
 from tests.support.features import pytest_sessionfinish
 
-__all__ = ["pytest_collection_modifyitems", "pytest_sessionfinish"]
+__all__ = ["pytest_sessionfinish"]
 
 pytest_plugins = ["tests.support.disks"]
+
+_BEGIN_S = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     features.pytest_addoption(parser)
-    slices.pytest_addoption(parser)
+    help_text = "skips tests that would begin later"
+    parser.addoption("--stop-after-s", type=float, help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     features.pytest_configure(config)
-    slices.pytest_configure(config)
+    config.stash[_BEGIN_S] = time.monotonic()
     os.environ["COLUMNS"] = "120"  # tables are as in a file; pytest-xdist sets 80
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks slow cases before `-m` selects."""
+    missing = mark_slow_cases(items)
+    if missing and not any("[" in argument for argument in config.args):
+        raise pytest.UsageError(f"default_cases names cases that do not exist: {missing}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit_s = item.config.getoption("stop_after_s")
+    if limit_s is not None and time.monotonic() - item.config.stash[_BEGIN_S] > limit_s:
+        pytest.skip(f"no time left: --stop-after-s {limit_s:g}")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ import pytest
 from tests.benchmarks import memory_by_stage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "size", "ranks", "tolerance"),
     [

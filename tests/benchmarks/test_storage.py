@@ -60,6 +60,7 @@ def test_meta_tensors_count_nothing_and_bare_storages_count(grown) -> None:
     assert grown() == 2000
 
 
+@pytest.mark.slow
 def test_tensor_subclasses_and_sparse_tensors_show_what_they_hold(grown) -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -69,6 +70,7 @@ def test_tensor_subclasses_and_sparse_tensors_show_what_they_hold(grown) -> None
     assert grown() == 8000 + 40 + 20
 
 
+@pytest.mark.slow
 def test_a_dead_proxy_does_no_harm(grown) -> None:
     target = Kept()
     proxy = weakref.proxy(target)

@@ -14,7 +14,6 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
-from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import run_ranks
@@ -44,6 +43,7 @@ def _rich(rank, world_size, spec):
     return trainer.global_step, len(module.losses)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_training_resumes_from_a_file_with_hyperparameters_of_any_class(stage):
     assert run_ranks(2, _rich, settings(stage), has_group=False) == [(8, 4), (8, 4)]
@@ -89,7 +89,8 @@ def _renamed(rank, world_size, spec):
     assert renamed.seen == pytest.approx(float(expected["net.0.weight"].sum()), rel=1e-5)
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_hooks_read_rename_delete_and_change_what_is_loaded(stage):
     run_ranks(2, _renamed, settings(stage), has_group=False)
 
@@ -127,6 +128,7 @@ def _custom(rank, world_size, stage, is_async):
     return complete, inner.calls, other.calls, trainer.global_step
 
 
+@pytest.mark.default_cases("2-False")
 @pytest.mark.parametrize(("stage", "is_async"), [(1, True), (2, False), (3, True), (3, False)])
 def test_a_custom_checkpoint_io_writes_and_reads(stage, is_async):
     results = run_ranks(2, _custom, stage, is_async, has_group=False)

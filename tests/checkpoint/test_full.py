@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.support.cells import SHARDED_STAGE, slow_but
+from tests.support.cells import slow_but
 from tests.support.fitting import arrays, fit, fit_ranks, make_trainer, run_once, settings
 from tests.support.models import ConvModule, FrozenModule, GPTModule, MLPModule, UnusedModule
 from tests.support.ranks import run_ranks
@@ -52,8 +52,9 @@ def assert_same_tree(ours, reference, path="checkpoint"):
         assert ours == reference, path
 
 
+@pytest.mark.default_cases("two groups-3")
 @pytest.mark.shows("full checkpoint, as DDP's")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", slow_but({"tied gpt", "two groups", "frozen"}, MODELS))
 def test_the_file_has_what_ddp_writes(model, stage):
     ours = fit_ranks(2, settings(stage), MODELS[model], is_saving=True)
@@ -65,7 +66,8 @@ def _saved(rank, world_size, spec, factory):
     return fit(rank, world_size, spec, factory, is_saving=True)
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_parameter_that_never_had_a_gradient_has_no_optimizer_state(stage):
     factory = partial(UnusedModule, ranks=2)
     ours = fit_ranks(2, settings(stage), factory, is_saving=True)
@@ -80,7 +82,8 @@ class EarlySaver(MLPModule):
         self.trainer.save_checkpoint("early.ckpt")
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_saving_before_the_first_step_gives_an_empty_optimizer_state(stage):
     ours = run_ranks(2, _save_early, settings(stage), has_group=False)
     reference = run_once(2, _save_early, "ddp")
@@ -94,8 +97,9 @@ def _save_early(rank, world_size, spec):
     return torch.load("early.ckpt", weights_only=True)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("ModelCheckpoint")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_load_from_checkpoint_and_every_file_of_model_checkpoint_are_as_under_ddp(stage):
     ours = run_ranks(2, _files, settings(stage), has_group=False)
     reference = run_once(2, _files, "ddp")
@@ -149,8 +153,9 @@ RESUMED = {
 }
 
 
+@pytest.mark.default_cases("batch norm-1")
 @pytest.mark.shows("resuming, bit-equal")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", slow_but({"tied gpt", "batch norm"}, RESUMED))
 def test_resuming_from_the_last_checkpoint_is_bit_equal_to_never_stopping(model, stage):
     specs = [settings(stage)] * 2
@@ -171,8 +176,9 @@ def _assert_equal_bits(ours, reference):
         assert checkpoint["lr_schedulers"] == other["lr_schedulers"]
 
 
+@pytest.mark.default_cases("two groups-ddp to ours-1")
 @pytest.mark.shows("resuming from and under DDP")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("order", ["ours to ddp", "ddp to ours"])
 @pytest.mark.parametrize("model", slow_but({"two groups"}, ["two groups", "tied gpt"]))
 def test_ddp_resumes_ours_and_ours_resumes_ddps(model, order, stage):
@@ -182,6 +188,7 @@ def test_ddp_resumes_ours_and_ours_resumes_ddps(model, order, stage):
     _check_resumed(specs, RESUMED[model])
 
 
+@pytest.mark.default_cases("0-2")
 @pytest.mark.parametrize(("first", "second"), STAGE_TO_STAGE)
 def test_one_stage_resumes_another(first, second):
     _check_resumed([settings(first), settings(second)], RESUMED["two groups"])
@@ -197,8 +204,9 @@ def _check_resumed(specs, factory):
         assert_same_tree(checkpoint["lr_schedulers"], other["lr_schedulers"])
 
 
+@pytest.mark.slow
 @pytest.mark.shows("resuming on another number of ranks")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_ranks_then_one_then_three_train_as_one(stage, tmp_path):
     factory = partial(MLPModule, ranks=6, batch_size=1, scheduler="per step")
     path = None
@@ -229,7 +237,8 @@ def _one_more_epoch(rank, world_size, spec, factory, max_epochs, path, target):
     return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_evaluation_reads_a_checkpoint_without_a_fit(stage):
     ours = run_ranks(2, _validate_from_file, settings(stage), has_group=False)
     reference = run_once(2, _validate_from_file, "ddp")

@@ -55,6 +55,7 @@ def _train(rank, world_size, stage, path):
     ]
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_full_disk_is_an_error_on_all_ranks_and_training_goes_on(stage, small_disk):
     path = small_disk / "last.ckpt"

@@ -39,6 +39,7 @@ CHAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [3, pytest.param(len(CHAIN), marks=pytest.mark.slow)])
 def test_a_run_that_changes_its_groups_every_epoch_is_the_one_that_has_none(length, tmp_path):
     source = None

@@ -16,7 +16,6 @@ from lightning_zero.checkpoint import full_state_dict, load_module, load_optimiz
 from lightning_zero.core.bucket import Masters
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import set_pending_values
-from tests.support.cells import ANY_STAGE
 from tests.support.ranks import run_ranks
 
 
@@ -121,7 +120,8 @@ def _load(stage, dtype):
     return sizes
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_every_rank_reads_its_own_elements_and_masters_follow(stage):
     sizes = [by_name for both in run(_load_both, stage, world_size=3) for by_name in both]
     module = Net()
@@ -159,7 +159,8 @@ def _full(engine):
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_all_mismatches_are_one_error_and_nothing_changes(stage):
     texts = run(_errors, stage)
     assert texts[0] == texts[1]
@@ -282,7 +283,8 @@ OWN_CODE = [
 ]
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_only_modules_with_custom_loading_are_unsharded(stage):
     renaming, transposing, looking, overriding = run(_own_codes, stage)[0]
     assert not renaming
@@ -351,7 +353,8 @@ def _optimizer_by_name(rank, world_size, stage):
     return sum(last - first for key, first, last in reads if key != "step") / (2 * numel)
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", range(4))
 def test_states_by_name_are_read_by_shards(stage):
     parts = run(_optimizer_by_name, stage)
     assert sum(parts) == pytest.approx(2 if stage == 0 else 1)
@@ -471,6 +474,7 @@ def _peak(rank, world_size, path, num_layers, width):
     return max(seen) - before, after - before
 
 
+@pytest.mark.default_cases("pt")
 @pytest.mark.parametrize("suffix", ["pt", "safetensors", "deepspeed"])
 def test_loading_takes_the_memory_of_one_bucket_beside_the_shard(tmp_path, suffix):
     num_layers, width = 12, 1024  # 4 MiB a layer

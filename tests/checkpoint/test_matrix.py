@@ -81,6 +81,7 @@ def _train_in_one_process(rank, world_size, num_epochs):
     return arrays(module.state_dict())
 
 
+@pytest.mark.slow
 def test_a_run_that_changes_stage_and_world_size_every_epoch_is_the_one_that_does_not(tmp_path):
     source = None
     for epoch, (stage, world_size) in enumerate(CHAIN):

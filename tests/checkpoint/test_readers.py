@@ -70,6 +70,7 @@ def theirs(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_torchs_converter_reads_ours(ours, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -87,11 +88,13 @@ def test_torchs_converter_reads_ours(ours, tmp_path):
             assert torch.equal(full["optimizer_0"]["state"][name][key], value.clone())
 
 
+@pytest.mark.slow
 def test_fsdp2_resumes_ours_and_trains_on_as_we_do(ours):
     losses = run_ranks(2, _train, "fsdp2", 2, ours, None, has_group=False)
     _assert_uninterrupted(losses)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_we_resume_fsdp2_and_train_on_as_it_does(stage, theirs):
     losses = run_ranks(2, _train, stage, 2, theirs, None, has_group=False)

@@ -146,6 +146,7 @@ class FillingDisk(Callback):
             assert find_damage(self.folder / "a.ckpt") == []
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_full_disk_is_an_error_that_harms_nothing(is_async, small_disk):
     spec = sharded(3, async_save=is_async)
@@ -184,6 +185,7 @@ def _fit_gpt(rank, world_size, spec):
 # -------------------------------------------------------------------- killed at any moment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_kills", [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
@@ -294,6 +296,7 @@ def test_an_error_in_the_background_surfaces_at_the_next_save_which_is_made_all_
     assert open_checkpoint(tmp_path / "last.ckpt")["global_step"] == 4
 
 
+@pytest.mark.slow
 def test_an_error_in_the_background_surfaces_when_fit_ends_at_the_latest(tmp_path):
     (tmp_path / "file").touch()
     run_ranks(2, _fail_at_end, str(tmp_path), has_group=False)
@@ -327,6 +330,7 @@ class DroppingPredecessor(Callback):
         self.seen.append(len(names))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_not_removed_before_its_successor_is_complete(tmp_path):
     results = run_ranks(2, _drop_predecessor, str(tmp_path), has_group=False)
     assert all(count >= 1 for count in results[0][1:])
@@ -340,6 +344,7 @@ def _drop_predecessor(rank, world_size, folder):
     return callback.seen
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("is_async", [True, False])
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(is_async, small_disk):
     old = small_disk / "old.ckpt"

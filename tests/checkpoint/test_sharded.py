@@ -80,6 +80,7 @@ def assert_same_values(ours, reference, path="checkpoint"):
         assert ours == reference, path
 
 
+@pytest.mark.default_cases("two groups-2")
 @pytest.mark.parametrize(
     ("model", "stage"),
     [
@@ -119,6 +120,7 @@ def _save_and_read(rank, world_size, spec, factory, save):
     return torch.load("full.ckpt", weights_only=True)
 
 
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_each_rank_writes_one_file_with_its_share(stage, tmp_path):
     path = tmp_path / "a.ckpt"
@@ -179,6 +181,7 @@ def _uninterrupted(rank, world_size, spec, factory, num_epochs):
     return arrays(module.state_dict()), module.losses[-4:]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("sharded checkpoint, also asynchronous")
 @pytest.mark.parametrize(
     ("model", "is_async", "stage"),
@@ -203,6 +206,7 @@ def test_resuming_is_bit_equal_to_never_stopping(model, is_async, stage):
                 np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
+@pytest.mark.default_cases("nvme to memory-True")
 @pytest.mark.parametrize(
     ("order", "is_async"), [("nvme to memory", True), ("memory to nvme", False)]
 )
@@ -220,6 +224,7 @@ def test_one_tier_resumes_another(order, is_async):
             np.testing.assert_array_equal(state[name], value, err_msg=name)
 
 
+@pytest.mark.default_cases("full to sharded-1")
 @pytest.mark.parametrize(("order", "stage"), [("sharded to full", 3), ("full to sharded", 1)])
 def test_full_and_sharded_resume_and_overwrite_each_other(stage, order, tmp_path):
     specs = [sharded(stage), settings(stage, checkpoint="full")]
@@ -246,6 +251,7 @@ def _resume_in_place(rank, world_size, specs, factory, path):
     return arrays(module.state_dict()), module.losses
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_masters_of_a_16_bit_module_are_kept(stage):
     specs = [sharded(stage)] * 2
@@ -345,6 +351,7 @@ def _validate(rank, world_size, spec):
 # -------------------------------------------------------------------- callbacks and hooks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "is_async"), [(1, False), (3, True)])
 def test_model_checkpoint_keeps_the_best_and_the_last_as_under_ddp(stage, is_async):
     ours = run_ranks(2, _files, sharded(stage, async_save=is_async), has_group=False)
@@ -400,6 +407,7 @@ class Rewriting(MLPModule):
         assert torch.equal(checkpoint["mine"]["also"].clone(), state[first])
 
 
+@pytest.mark.default_cases("None")
 @pytest.mark.parametrize("on_rank", [None, 0])
 def test_hooks_may_rename_delete_cast_and_add_entries_also_on_rank_0_alone(on_rank):
     run_ranks(2, _rewrite, sharded(3), on_rank, has_group=False)
@@ -491,6 +499,7 @@ class FindingRate(LearningRateFinder):
         self.smoothed = self.optimal_lr.results["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [True])
 def test_the_learning_rate_finder_restores_what_it_saved(is_async):
     ours = run_ranks(2, _find_rate, sharded(3, async_save=is_async), has_group=False)
@@ -601,6 +610,7 @@ def test_a_callback_that_would_lose_checkpoints_is_refused_at_set_up(options, te
         trainer.fit(MLPModule(ranks=1))
 
 
+@pytest.mark.default_cases("options2")
 @pytest.mark.parametrize(
     "options", [{"filename": "best"}, {"filename": "{step}", "save_top_k": -1}, {}]
 )
@@ -743,6 +753,7 @@ def _ask(rank, world_size, stage):
         assert torch.equal(pickle.loads(pickle.dumps(later[name])), value)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_state_dict_has_full_tensors_and_the_checkpoint_has_shards(stage):
     run_ranks(2, _ask, stage, has_group=False)

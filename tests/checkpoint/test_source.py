@@ -152,6 +152,7 @@ def test_a_truncated_file_is_an_error(tmp_path, suffix, part):
         open_checkpoint(path)
 
 
+@pytest.mark.default_cases(".safetensors")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 def test_reading_maps_the_file_and_takes_no_memory(tmp_path, suffix):
     path = tmp_path / f"a{suffix}"

@@ -169,6 +169,7 @@ def test_inspect_reports_damage_with_status_1(checkpoint, capsys):
     assert "checksums  DAMAGED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_runs_as_a_module_without_a_traceback(checkpoint):
     command = [sys.executable, "-m", "lightning_zero.cli", "inspect", "none"]
     done = subprocess.run(command, capture_output=True, text=True)

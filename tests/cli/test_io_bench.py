@@ -75,6 +75,7 @@ def test_a_missing_folder_is_an_error_that_names_it(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_the_file_is_removed_when_it_is_stopped(tmp_path):
     benches = {}
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -126,6 +126,7 @@ def test_data_parallel_is_what_ddp_holds(capsys):
     assert found["full_checkpoint_bytes"] == pytest.approx(12 * found["parameters"], rel=0.001)
 
 
+@pytest.mark.default_cases("llama_mini", "gpt_1b")
 @pytest.mark.parametrize(
     "name", ["tiny", "llama_mini", "gpt_125m", "gpt_1b", "llama_7b", "llama_70b"]
 )
@@ -137,6 +138,7 @@ def test_presets_have_the_parameters_of_the_example(name):
     assert [p.shape for p in ours.parameters()] == [p.shape for p in theirs.parameters()]
 
 
+@pytest.mark.default_cases("7b")
 @pytest.mark.parametrize("size", ["7b", "70b"])
 def test_a_llama_of_the_example_is_the_published_one(size):
     shapes = []
@@ -239,6 +241,7 @@ def test_a_class_is_built_with_its_arguments_and_traced_on_the_shapes_of_its_inp
     assert choice(narrow, "off")["peak_bytes"]["activations"] > 0
 
 
+@pytest.mark.slow
 def test_a_configuration_is_planned_with_its_overrides():
     """In a new process, in which no other code has registered the schemas with Hydra."""
     arguments = ["--config-name", "config", "trainer.devices=2", "data.context=16", "--json"]

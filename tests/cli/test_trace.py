@@ -44,6 +44,7 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     assert printed[11:13] == [str(zero / "trace_step_10.json"), str(zero / "trace_step_10.png")]
 
 
+@pytest.mark.default_cases("recordings")
 @pytest.mark.parametrize("inside", [".", "recordings"])
 def test_the_recordings_folder_and_an_output_folder_may_be_given(zero, tmp_path, inside):
     out = tmp_path / "new" / "out"

@@ -17,6 +17,7 @@ def _comm(timeout_s=60.0):
     return Communicator(torch.device("cpu"), timeout=timedelta(seconds=timeout_s))
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_values_arrive_on_rank_0_and_on_all_ranks(world_size):
     results = run_ranks(world_size, _send)

@@ -76,6 +76,7 @@ def _abort_with_transfers(rank, world_size):
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_an_abort_reaches_the_peers_at_once_also_while_a_collective_is_held():
     _, seconds = run_ranks(2, _abort_with_transfers, timeout_s=30)
     assert seconds < 2.5
@@ -95,6 +96,7 @@ def _close_after_abort(rank, world_size):
     return time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_closing_after_an_abort_does_not_wait_for_a_rank_that_does_not_answer():
     first, second = run_ranks(2, _close_after_abort, timeout_s=30)
     assert first < 2
@@ -146,6 +148,7 @@ def _abort_before_each(rank, world_size, is_early):
     return seconds
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("is_early", [True, False])
 def test_an_abort_is_the_cause_that_peers_raise_wherever_they_wait(is_early):
     for seconds in run_ranks(3, _abort_before_each, is_early, timeout_s=30):

@@ -1,7 +1,6 @@
 """Every file in conf/ composes, and every choice of groups builds its strategy and its Trainer."""
 
 import inspect
-import itertools
 import pickle
 import re
 from importlib.util import find_spec
@@ -29,18 +28,14 @@ CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 
 
-def _differs_in_one(choices):
-    """Settings that differ from the example's default."""
-    return sum(map(str.__ne__, choices, ("stage3", "default", "comm"))) <= 1 or "off" in choices
-
-
 CHOICES = {
     folder.relative_to(CONF).as_posix(): sorted(path.stem for path in folder.glob("*.yaml"))
     for folder in sorted({path.parent for path in FILES} - {CONF})
 }
 COMBINATIONS = [
-    pytest.param(*one, marks=() if _differs_in_one(one) else pytest.mark.slow)
-    for one in itertools.product(CHOICES["zero"], CHOICES["bucket"], CHOICES["overlap"])
+    *(("stage3", "default", overlap) for overlap in CHOICES["overlap"]),
+    *(("stage3", bucket, "comm") for bucket in CHOICES["bucket"] if bucket != "default"),
+    *((zero, "large", "all") for zero in CHOICES["zero"]),
 ]
 STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
 
@@ -120,6 +115,7 @@ def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucke
     assert strategy.config.reduce_bucket_size == config.trainer.strategy.reduce_bucket_size
 
 
+@pytest.mark.default_cases("llama_7b", "llama_mini")
 @pytest.mark.parametrize("choice", CHOICES["model"])
 def test_every_model_is_built_from_its_file(choice):
     config = composed(f"model={choice}", "data.context=32")
@@ -339,6 +335,7 @@ def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them
     assert launcher("trainer.accelerator=cpu").gpus_per_node is None
 
 
+@pytest.mark.default_cases("zero=stage3")
 @pytest.mark.parametrize("strategy", ["trainer.strategy=zero3", "zero=stage3"])
 def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
@@ -367,6 +364,7 @@ def test_a_strategy_of_another_library_can_be_named():
     assert composed("trainer.strategy=ddp").trainer.strategy == "ddp"
 
 
+@pytest.mark.default_cases("gpt_1b", "little_memory")
 @pytest.mark.parametrize("choice", CHOICES["experiment"])
 def test_an_experiment_applies_its_settings(choice):
     changed = {
@@ -424,12 +422,14 @@ def test_a_setting_that_yaml_cannot_express_is_built_by_its_target():
     assert strategy._timeout.total_seconds() == 7
 
 
+@pytest.mark.default_cases("[head,'*.norm']")
 @pytest.mark.parametrize("value", ["head", "[head,'*.norm']"])
 def test_keep_float32_can_be_set_on_the_command_line(value):
     strategy = instantiate(composed(f"trainer.strategy.keep_float32={value}").trainer.strategy)
     assert strategy.config.keep_float32_items[0] == "head"
 
 
+@pytest.mark.default_cases("2-2")
 @pytest.mark.parametrize(("choice", "size"), [("world", None), ("node", "node"), (2, 2)])
 def test_every_choice_of_sharding_builds_the_strategy(choice, size):
     named = f"sharding={choice}"

@@ -131,6 +131,7 @@ def _peak(rank, world_size):
     return max(module.seen) - module.before, module.num_sharded
 
 
+@pytest.mark.slow
 def test_the_peak_while_building_is_below_the_full_model():
     with torch.device("meta"):
         model = GPT(MODEL)

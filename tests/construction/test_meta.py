@@ -79,6 +79,7 @@ def _values_by_stage(rank, world_size):
     return found
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_values_are_those_of_construction_in_every_stage_and_on_every_rank(world_size):
     torch.manual_seed(3)
@@ -227,6 +228,7 @@ def _train(rank, world_size, cases):
     return found
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.shows("parameters on the meta device, `init_module(empty_init=True)`")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_from_meta_equals_training_from_the_same_values(world_size):
@@ -346,6 +348,7 @@ def _load(rank, world_size, form):
     return found
 
 
+@pytest.mark.default_cases("1-sharded")
 @pytest.mark.parametrize(("world_size", "form"), [(1, "sharded"), (2, "full")])
 def test_values_of_a_checkpoint_need_no_initialization(world_size, form):
     for found in run_ranks(world_size, _load, form, has_group=False):

@@ -33,6 +33,7 @@ MODELS = {
 }
 
 
+@pytest.mark.default_cases("frozen and not given-2")
 @pytest.mark.shows("gradient clipping by norm")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", list(MODELS))
@@ -44,7 +45,8 @@ def test_clipping_by_norm_equals_ddp(model, stage):
     assert _differs(reference, fit_reference(2, MODELS[model]))
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(stage):
     factory = partial(MLPModule, ranks=3, optimizer="sgd")
     options = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
@@ -52,8 +54,9 @@ def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(s
     assert_same(ours, fit_reference(3, factory, options))
 
 
+@pytest.mark.default_cases("two groups-3")
 @pytest.mark.shows("gradient clipping by value")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", ["two groups", "tied gpt"])
 def test_clipping_by_value_equals_ddp(model, stage):
     options = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
@@ -98,8 +101,9 @@ class NoClippingModule(MLPModule):
         pass
 
 
+@pytest.mark.default_cases("OwnValueModule-3")
 @pytest.mark.shows("`configure_gradient_clipping`")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "module", [OwnValueModule, TorchNormModule, TorchValueModule, OneGroupModule]
 )
@@ -125,8 +129,9 @@ class NormModule(GPTModule):
         self.norms = []
 
 
+@pytest.mark.default_cases("1-3")
 @pytest.mark.shows("`grad_norm` in `on_before_optimizer_step`")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_grad_norm_before_the_step_gives_the_values_of_ddp(world_size, stage):
     ours = run_ranks(world_size, _norms, settings(stage), has_group=False)

@@ -76,6 +76,7 @@ def test_stage_0_reduces_unsharded_gradients_from_the_last_bucket_on():
     ]
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_1_and_2_reduce_in_backward_and_all_gather_in_the_step(stage):
     assert events(stage, **SMALL) == [

@@ -75,6 +75,7 @@ class RaggedModule(GPTModule):
             assert self.gpt.head.weight.dim() == 2
 
 
+@pytest.mark.slow
 @pytest.mark.shows("evaluation with different numbers of batches")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_with_different_numbers_of_batches_evaluate_as_under_ddp(stage):
@@ -117,6 +118,7 @@ class EvenModule(EachBatchModule):
         return [DataLoader(Ids(3)), DataLoader(EndlessIds(2))]
 
 
+@pytest.mark.slow
 def test_a_metric_synchronised_in_each_batch_needs_equal_numbers_of_batches():
     results = run_ranks(2, _validate, settings(3), EvenModule, has_group=False)
     assert results == run_once(2, _validate, "ddp", EvenModule)
@@ -168,6 +170,7 @@ class SizedEmptyModule(RaggedModule):
     test_step = validation_step
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_rank_whose_sized_loader_is_empty_serves_the_others(stage):
     first, second = run_ranks(2, _evaluate_empty, settings(stage), has_group=False)
@@ -238,6 +241,7 @@ class GeneratingModule(RaggedModule):
         return generate(self.gpt, batch[0][:, :4], 3 - 2 * self.global_rank)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.shows("generation, `uneven_calls`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_generate_different_numbers_of_tokens_anywhere_as_under_ddp(stage):
@@ -261,6 +265,7 @@ def _generate(rank, world_size, spec):
     return module.texts, module.losses, texts
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_error_on_one_rank_ends_the_context_on_all_and_they_can_go_on(stage):
     start = time.monotonic()

@@ -217,6 +217,7 @@ def _clip(rank, world_size, stage, param_dtype):
     return held, max(used), largest
 
 
+@pytest.mark.default_cases("2-param_dtype1")
 @pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_weights_clipped_after_the_step_stay_clipped_and_a_look_on_one_rank_reshards_everything(
@@ -297,6 +298,7 @@ def _put_on_one_rank(rank, world_size, stage):
     return [torch.equal(value, before[name]) for name, value in net.state_dict().items()]
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_wrong_data_in_gathered_on_one_rank_is_an_error_on_all(stage):
     assert all(map(all, run_ranks(2, _put_on_one_rank, stage)))
@@ -336,6 +338,7 @@ FAST = [*((stage, torch.float32) for stage in STAGES), (3, torch.bfloat16)]
 SLOW = [pytest.param(stage, torch.bfloat16, marks=pytest.mark.slow) for stage in (0, 1, 2)]
 
 
+@pytest.mark.default_cases("0-param_dtype0", "3-param_dtype3", "3-param_dtype4")
 @pytest.mark.parametrize(("stage", "param_dtype"), [*FAST, *SLOW])
 def test_new_values_count_at_once_or_are_an_error_that_names_the_parameter(stage, param_dtype):
     for found in run_ranks(2, _train, stage, param_dtype):

@@ -45,6 +45,7 @@ def _fit_with(rank, world_size, spec, callback, precision):
     return arrays(module.state_dict())
 
 
+@pytest.mark.default_cases("clamp-0-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("callback", list(CALLBACKS))
@@ -126,6 +127,7 @@ def _write_from(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_from_rank_writes_for_all_ranks(stage):
     run_ranks(2, _write_from, stage)
@@ -155,6 +157,7 @@ def _write_differently(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_changes_that_would_be_lost_are_an_error_on_all_ranks_and_change_nothing(stage):
     run_ranks(2, _write_differently, stage)

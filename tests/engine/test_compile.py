@@ -127,6 +127,7 @@ ALL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("`torch.compile` of the module, of submodules, of blocks")
 def test_compiled_modules_train_as_plain_ones_do_and_are_compiled_once():
     cases = [("ddp", plain), *FAST]

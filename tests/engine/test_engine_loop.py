@@ -7,7 +7,6 @@ import copy
 import gc
 import weakref
 from functools import cache
-from itertools import product
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig
-from tests.support.cells import ANY_STAGE, slow_but
 from tests.support.fitting import arrays
 from tests.support.ranks import run_ranks
 
@@ -113,11 +111,9 @@ def assert_same_state(state, expected):
         np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.default_cases("1-1-1")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(
-    ("world_size", "accumulation"),
-    slow_but({(1, 1), (2, 3), (3, 1), (4, 3)}, product((1, 2, 3, 4), (1, 3))),
-)
+@pytest.mark.parametrize(("world_size", "accumulation"), [(1, 1), (2, 3), (3, 1), (4, 3)])
 def test_the_loop_equals_ddp(world_size, accumulation, stage):
     ours = run_ranks(world_size, _train_engine, stage, accumulation, None)
     assert_same(ours, reference(world_size, accumulation))
@@ -132,7 +128,8 @@ def test_units_may_be_inside_of_each_other():
     assert_same(run_ranks(2, _train_nested), reference(2, 2))
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("2.0-3")
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_gives_the_norm_and_the_result_of_ddp(norm_type, stage):
     ours = run_ranks(2, _train_engine, stage, 2, 0.05, norm_type)
@@ -171,7 +168,8 @@ def _train_by(rank, world_size, stage, way):
     return losses, [], arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("closure-1")
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("way", ["direct", "closure", "zeros"])
 def test_the_users_own_call_of_the_optimizer_equals_ddp(way, stage):
     assert_same(run_ranks(2, _train_by, stage, way), reference(2))
@@ -203,7 +201,8 @@ def _two_optimizers(rank, world_size, stage):
     return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_two_optimizers_equal_ddp(stage):
     ours = run_ranks(2, _two_optimizers, stage)
     for state, expected in zip(ours, run_ranks(2, _two_optimizers, None), strict=True):
@@ -226,7 +225,8 @@ def _identity(rank, world_size, stage):
     assert all(p is q for p, q in zip(module.parameters(), before, strict=True))
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_parameters_are_the_same_objects_from_first_to_last(stage):
     run_ranks(2, _identity, stage)
 
@@ -259,7 +259,8 @@ def _gathered(rank, world_size, stage):
     assert_same_state(arrays(module.state_dict()), arrays(expected.state_dict()))
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_unsharded_parameters_are_full_and_written_back_on_request(stage):
     run_ranks(2, _gathered, stage)
 
@@ -284,7 +285,8 @@ def _gathered_between_steps(rank, world_size, stage):
     return losses, [], arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_unsharding_between_backward_and_step_changes_nothing(stage):
     assert_same(run_ranks(2, _gathered_between_steps, stage), reference(2))
 
@@ -304,7 +306,8 @@ def _full_grads(rank, world_size, stage):
     return grads
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("2-1")
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_full_grad_is_ddps_gradient_on_every_rank(world_size, stage):
     expected = run_ranks(world_size, _full_grads, None)[0]
@@ -332,6 +335,7 @@ def _report(rank, world_size, stage):
     return device, data_parallel
 
 
+@pytest.mark.default_cases("1-0")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_memory_report_gives_the_bytes_of_the_stage(world_size, stage):
@@ -380,7 +384,8 @@ def _close_ddp(rank, world_size):
     return [loss.item()], [], arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", range(4))
 def test_after_close_module_and_optimizer_go_on_in_plain_torch(stage):
     assert_same(run_ranks(2, _close, stage), run_ranks(2, _close_ddp))
 
@@ -430,7 +435,8 @@ def _go_on_after_exception(rank, world_size, stage, place):
     return losses, [], arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("forward-1")
+@pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_after_an_exception_nothing_stays_unsharded_and_training_goes_on_as_ddp(place, stage):
     assert_same(run_ranks(2, _go_on_after_exception, stage, place), reference(2))
@@ -508,6 +514,7 @@ def _use_parts(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parts_of_the_module_are_called_within_forward_context(stage):
     run_ranks(2, _use_parts, stage)
@@ -547,6 +554,7 @@ def _use_again(rank, world_size, order, leaf_wants_grad):
         torch.testing.assert_close(p, q)
 
 
+@pytest.mark.default_cases("order1-True")
 @pytest.mark.parametrize("leaf_wants_grad", [False, True])
 @pytest.mark.parametrize("order", [(0, 0, 1, 2), (0, 1, 1, 2), (2, 0, 0, 0), (0, 1, 2, 2, 0)])
 def test_a_block_that_takes_its_own_output_learns_as_in_one_process(order, leaf_wants_grad):

@@ -55,6 +55,7 @@ def _train(rank, world_size, stage, library, storages):
             assert torch.equal(named[name].view(torch.uint8), p.view(torch.uint8)), name
 
 
+@pytest.mark.default_cases("2-tests")
 @LIBRARY
 @pytest.mark.parametrize("stage", [2, 3])
 def test_codes_stay_what_they_are_and_adapters_are_trained_as_in_one_process(stage, library):
@@ -77,6 +78,7 @@ def _fit(rank, world_size, spec, library, source, target, max_epochs, base_seed)
     return arrays(module.state_dict())
 
 
+@pytest.mark.default_cases("tests")
 @LIBRARY
 def test_a_run_is_resumed_with_the_codes_and_scales_that_were_saved(tmp_path, library):
     first, second = (str(tmp_path / name) for name in ("first", "second"))

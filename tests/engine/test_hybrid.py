@@ -91,6 +91,7 @@ def _bytes(rank, world_size, stage, size):
     return found
 
 
+@pytest.mark.slow
 def test_states_are_sharded_over_the_group_and_only_shards_are_sent_between_groups():
     p, g, o = State.PARAM, State.GRAD, State.OPTIM
     half = {p: 4 / 2, g: 4 / 2, o: 8 / 2}

@@ -82,6 +82,7 @@ def _fit_with_fault(rank, world_size, stage, fault, num_workers):
     return _error_of(lambda: trainer.fit(module))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
     first, second = run_ranks(2, _fit_with_fault, stage, _raise, 1, has_group=False)
@@ -131,6 +132,7 @@ def _fit_empty(rank, world_size, stage):
     return _error_of(lambda: trainer.fit(EmptyModule(ranks=world_size)))
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_without_any_batch_is_an_error_on_all_ranks(stage):
     for error, seconds in run_ranks(2, _fit_empty, stage, has_group=False):
@@ -156,6 +158,7 @@ def _norm_alone(rank, world_size, stage, moment):
     return _error_of(lambda: [step() for _ in range(3)])
 
 
+@pytest.mark.default_cases("1-after", "3-after")
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
@@ -184,6 +187,7 @@ def _fail_at_setup_and_live(rank, world_size):
     return outcome
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_there_is_an_engine_and_lives_on_ends_the_waits_of_others():
     first, _ = run_ranks(2, _fail_at_setup_and_live, has_group=False, timeout_s=40)
     assert first[0].endswith("rank 0 stops because rank 1 raised ArithmeticError: out of luck")
@@ -211,6 +215,7 @@ def _fail_then_fit(rank, world_size):
     return first, second, [thread.name for thread in threading.enumerate()]
 
 
+@pytest.mark.slow
 def test_the_watchdog_of_a_failed_run_does_not_end_the_next_run_of_another_trainer():
     for first, second, threads in run_ranks(2, _fail_then_fit, has_group=False):
         assert first == "ArithmeticError: out of luck"
@@ -232,6 +237,7 @@ def _disconnect_while_waiting(rank, world_size):
     return outcome
 
 
+@pytest.mark.slow
 def test_a_group_with_a_backend_for_each_device_type_is_disconnected():
     (error, seconds), _ = run_ranks(2, _disconnect_while_waiting, has_group=False)
     assert error.startswith("RuntimeError")
@@ -263,6 +269,7 @@ def _fit_slowly(rank, world_size, stage):
         return file.read()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
     text = run_ranks(2, _fit_slowly, stage, has_group=False)[0]
@@ -465,6 +472,7 @@ def test_a_report_groups_ranks_with_equal_status():
 # ---------------------------------------------------------------- the watchdog itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "text"),
     [

@@ -36,6 +36,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "start")
 
 
+@pytest.mark.slow
 def test_both_ranks_share_a_run_dir_with_odd_characters_after_chdir_and_flags_behind_overrides(
     tmp_path,
 ):
@@ -151,6 +152,7 @@ make_trainer("zero3", devices=2).fit(MLPModule(ranks=2))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_gone_while_rank_0_needs_it_is_named_with_its_exit_code(tmp_path):
     (tmp_path / "gone.py").write_text(_GONE)
     with start(tmp_path / "gone.py", 0) as good, start(tmp_path / "gone.py", 3) as bad:
@@ -182,6 +184,7 @@ def test_a_module_run_by_name_and_a_config_dir_of_the_command_line_reach_the_chi
     assert [seen["config"]["name"] for seen in ranks] == ["extra", "extra"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_training_ends_the_others(tmp_path):
     failing = tmp_path / "failing.py"
     failing.write_text(

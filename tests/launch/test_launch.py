@@ -96,6 +96,7 @@ def test_torchrun_trains_on_two_ranks_as_ddp(tmp_path):
     assert_saved_equals_ddp(tmp_path)
 
 
+@pytest.mark.default_cases("3-3")
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_another_number_of_devices_than_was_launched_is_an_error_before_any_collective(
@@ -116,6 +117,7 @@ def _fit_devices(rank, world_size, spec, devices):
     return None, dist.is_initialized()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [pytest.param((1, 2), marks=pytest.mark.slow), (2, 1)])
 def test_a_second_trainer_with_other_devices_is_an_error(devices):
     with start(SCRIPTS / "two_trainers.py", "zero3", *devices) as process:
@@ -129,6 +131,7 @@ def test_a_second_trainer_with_other_devices_is_an_error(devices):
     assert "torchrun" not in output
 
 
+@pytest.mark.slow
 def test_a_notebook_gets_lightnings_message_for_the_plain_name(tmp_path):
     with start(SCRIPTS / "notebook.py", "zero3", tmp_path) as process:
         output, _ = process.communicate(timeout=60)
@@ -136,6 +139,7 @@ def test_a_notebook_gets_lightnings_message_for_the_plain_name(tmp_path):
     assert "`Trainer(strategy='zero3')` is not compatible with an interactive" in output
 
 
+@pytest.mark.slow
 @pytest.mark.shows("launch in a notebook", stages=(1, 3))
 @pytest.mark.parametrize(
     "name", [pytest.param("zero1_notebook", marks=pytest.mark.slow), "zero3_notebook"]
@@ -149,6 +153,7 @@ def test_a_notebook_trains_and_holds_the_trained_weights(name, tmp_path):
         np.testing.assert_allclose(saved[name_], value, rtol=1e-6, atol=1e-6, err_msg=name_)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_rank_0_ends_all_ranks(tmp_path):
     with start(SCRIPTS / "forever.py", "zero3", tmp_path) as process:
         pids = _wait_for(lambda: _pids(tmp_path) if len(_pids(tmp_path)) == 2 else None, 60)

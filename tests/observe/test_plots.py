@@ -23,6 +23,7 @@ def size_of(path):
     return int.from_bytes(content[16:20], "big"), int.from_bytes(content[20:24], "big")
 
 
+@pytest.mark.default_cases("recordings1-18", "recordings2-1")
 @pytest.mark.parametrize(
     ("recordings", "num_lanes"),
     [

@@ -42,6 +42,7 @@ CELLS = [(3, 1), (2, 2), (3, 3)]
 REST = [(1, 1), (2, 1), (1, 2), (3, 2), (1, 3), (2, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.shows("optimizers that step full tensors: Muon, Adafactor, LAMB")
 @pytest.mark.parametrize(
     ("stage", "world_size"),
@@ -186,6 +187,7 @@ def _states_and_unsharded(rank, world_size, stage):
     return owned, report.total_bytes / report.data_parallel_bytes
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_states_are_on_one_rank_each_until_the_engine_is_closed(stage):
     results = run_ranks(3, _states_and_unsharded, stage)
@@ -222,6 +224,7 @@ def _fit_each_precision(rank, world_size, spec):
     return outcomes
 
 
+@pytest.mark.slow
 def test_main_parameters_are_stepped_as_full_tensors_under_lower_precisions():
     sharded = run_ranks(2, _fit_each_precision, settings(3, **BUCKETS), has_group=False)
     replicated = run_once(2, _fit_each_precision, settings(0, **BUCKETS))
@@ -258,6 +261,7 @@ def _refuse(rank, world_size, stage):
         engine.step()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_optimizers_that_cannot_be_sharded_are_refused_by_name(stage):
     run_ranks(2, _refuse, stage)

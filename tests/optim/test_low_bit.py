@@ -93,13 +93,14 @@ def _step_and_resume(rank, world_size, stage, kinds, folder):
             assert torch.equal(mine, theirs), kind
 
 
+@pytest.mark.default_cases("3-tests", "3-torchao")
 @LIBRARY
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_and_states_have_the_bits_of_one_process(tmp_path, stage, library):
     run_ranks(2, _step_and_resume, stage, KINDS[library], str(tmp_path), timeout_s=120)
 
 
-CHAIN = [(1, 2, "full"), (3, 2, "sharded"), (0, 1, "sharded"), (3, 1, "full")]
+CHAIN = [(1, 2, "full"), (3, 2, "sharded"), (0, 1, "full")]  # stage, ranks, what is saved
 
 
 def _fit(rank, world_size, spec, kinds, source, folder, max_epochs):
@@ -129,6 +130,7 @@ def _opened(path, kind):
     return checkpoint["state_dict"], {numbers.get(k, k): v for k, v in states["state"].items()}
 
 
+@pytest.mark.default_cases("tests")
 @LIBRARY
 def test_a_run_resumes_from_full_and_sharded_checkpoints_with_the_same_states(tmp_path, library):
     torch.serialization.add_safe_globals([Blocks])

@@ -72,6 +72,7 @@ def _step_returns(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`overlap_step=True`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_step_returns_while_it_runs_and_the_forward_waits_for_it(stage):
@@ -113,6 +114,7 @@ def _disturb(rank, world_size, stage, disturb, options):
         assert torch.equal(one, other)
 
 
+@pytest.mark.default_cases("3-zero_in_place")
 @pytest.mark.parametrize(
     ("stage", "disturb"),
     [
@@ -144,6 +146,7 @@ def test_small_buckets_that_are_stepped_in_one_call_get_the_same_values(stage, o
     run_ranks(2, _in_fewer_calls, stage, overlap_step)
 
 
+@pytest.mark.slow
 def test_small_unsharded_parameters_are_gathered_in_one_order_on_all_ranks():
     run_ranks(2, _disturb, 3, look, {"param_persistence_threshold": 1000})
 
@@ -227,6 +230,7 @@ def unscale(net, optimizer, engine):
     assert found_inf.item() == 0
 
 
+@pytest.mark.default_cases("unscale")
 @pytest.mark.parametrize("change", [scale_in_place, clip_by_torch, unscale, zero_in_place])
 def test_gradients_in_files_are_changed_in_place_as_others_are(change):
     run_ranks(2, _in_files, change)

@@ -18,6 +18,7 @@ def check(case):
     assert found.peak == pytest.approx(found.measured_peak, rel=0.1)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_small_model_on_rank_0_of_64(stage):
     check(Case("tiny", 64, stage))

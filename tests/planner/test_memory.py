@@ -83,6 +83,7 @@ def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
             assert ranks.min_max_bytes(tier) == (min(sums), max(sums)), case
 
 
+@pytest.mark.slow
 def test_every_model_stage_and_offload_is_counted_to_the_byte():
     """Some choices for each model; the slow test below has all of them."""
     everything = choices()
@@ -101,6 +102,7 @@ def test_every_model_stage_offload_and_precision_is_counted_to_the_byte(world_si
     check([(name, config) for name in MODELS for config in configs], world_size)
 
 
+@pytest.mark.slow
 def test_precisions_optimizers_and_micro_batches_are_counted_to_the_byte():
     narrow = [config.replace(**PRECISIONS["bf16"]) for config in choices()[1::4]]
     narrower = [config.replace(**PRECISIONS["bf16, reduced so"]) for config in choices()[::4]]
@@ -123,6 +125,7 @@ def full_tensor_cases(configs):
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_own_full_tensors_are_counted_each_to_the_byte():
     """Every optimizer, stage and offload; the slow test below has all models."""
     check(full_tensor_cases(choices())[::19], 3)
@@ -215,6 +218,7 @@ def _count_files(rank, world_size, cases):
     return found
 
 
+@pytest.mark.slow
 def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes():
     nvme = [config for config in choices() if config.stage > 1 and "nvme" in repr(config)]
     nvme = [config for config in nvme if config.offload_optimizer.device == "nvme"]

@@ -92,6 +92,7 @@ def check(cases, world_size):
         assert expected == pytest.approx(found, rel=0.1), case
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_is_within_a_tenth():
     check(SMALL, 2)
 

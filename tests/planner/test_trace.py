@@ -36,6 +36,7 @@ def trace(module, step=None, gone=(), checkpointed=()):
     return trace_step(module, step, units=units, checkpointed=checkpointed)
 
 
+@pytest.mark.default_cases("llama", "lora", "tied")
 @pytest.mark.parametrize("name", list(MODELS))
 def test_saved_bytes_are_those_that_autograd_saves(name):
     module = MODELS[name].build()
@@ -90,6 +91,7 @@ def test_a_step_that_reads_values_is_refused_with_a_reason():
         trace(a_decoder(2), step)
 
 
+@pytest.mark.default_cases("False-False")
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_deep_model_is_traced_from_four_blocks_to_the_byte(is_gated, is_checkpointed):

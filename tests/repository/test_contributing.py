@@ -25,6 +25,6 @@ def test_files_and_commands_that_are_named_exist(capsys):
         assert (Path(__file__).parents[2] / name).exists(), name
     (command,) = (line for line in TEXT.splitlines() if "seed_faults run" in line)
     words = shlex.split(command)
-    options = words[words.index("--executed") : words.index("--")]
+    options = words[words.index("--num") : words.index("--")]
     assert seed_faults.main(["list", *options]) == 0
     assert "lightning_zero/core/norm.py:" in capsys.readouterr().out

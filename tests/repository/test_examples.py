@@ -89,6 +89,7 @@ def check_result(run_dir, printed):
     return logged["strategy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "zero",
     [*(pytest.param(f, marks=pytest.mark.slow) for f in ("off", "stage1", "stage2")), "stage3"],

@@ -20,6 +20,7 @@ def between_comments(text):
     return text.partition(BEGIN)[2].partition(END)[0].strip()
 
 
+@pytest.mark.slow
 def test_every_row_has_a_test_and_every_marked_test_a_row():
     command = [sys.executable, "-m", "pytest", "--collect-only", "--list-features", "-qq", "tests"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

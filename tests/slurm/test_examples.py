@@ -38,6 +38,7 @@ def submit(slurm, folder, name, *overrides, options=()):
     return slurm.run("sbatch", "--parsable", *map(str, arguments), cwd=folder)
 
 
+@pytest.mark.slow
 def test_the_script_for_several_nodes_trains_and_keeps_its_directory(slurm, tmp_path):
     job = submit(slurm, tmp_path, "multi_node.sbatch", options=["--ntasks-per-node=1"])
     slurm.wait(job, 90)

@@ -74,6 +74,7 @@ def test_srun_on_two_nodes_trains_as_torchrun_and_as_ddp(slurm, tmp_path, never_
     assert_equal(saved(tmp_path), saved(never_interrupted), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "devices", "nodes", "launcher", "text"),
     [
@@ -108,6 +109,7 @@ def paused(slurm, job, folder, step):
     (folder / f"pause-{step}").unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.shows("requeue in SLURM", stages=(2,))
 def test_a_job_that_is_signalled_and_then_preempted_ends_as_if_never_interrupted(
     slurm, tmp_path, never_interrupted
@@ -137,6 +139,7 @@ def test_a_job_that_is_signalled_and_then_preempted_ends_as_if_never_interrupted
     assert [path.name for path in (tmp_path / "csv").iterdir()] == ["metrics.csv"]
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):
     (tmp_path / "pause-2").touch()
     script = batch_script("zero1", 1, 2, tmp_path)

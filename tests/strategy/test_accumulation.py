@@ -9,7 +9,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.profiler import ProfilerActivity, profile
 
-from tests.support.cells import ANY_STAGE
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, make_trainer, settings
 from tests.support.models import GPTModule, MLPModule
 from tests.support.ranks import run_ranks
@@ -17,6 +16,7 @@ from tests.support.ranks import run_ranks
 STAGES = [0, 1, 2, 3]
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.shows("gradient accumulation")
 @pytest.mark.parametrize("stage", STAGES)
 def test_six_batches_accumulated_by_four_are_two_steps_equal_to_ddp(stage):
@@ -27,8 +27,9 @@ def test_six_batches_accumulated_by_four_are_two_steps_equal_to_ddp(stage):
     assert ours[0].global_step == 2
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.shows("GradientAccumulationScheduler")
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.parametrize("stage", range(4))
 def test_an_accumulation_that_changes_between_epochs_equals_ddp(stage):
     factory = partial(MLPModule, ranks=2, num_batches=5)
     options = {"max_epochs": 4, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 3, 3: 2})]}
@@ -38,7 +39,8 @@ def test_an_accumulation_that_changes_between_epochs_equals_ddp(stage):
     assert ours[0].global_step == 5 + 2 + 2 + 3
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", range(4))
 def test_accumulation_over_the_end_of_the_epoch_and_validation_equals_ddp(stage):
     factory = partial(MLPModule, ranks=2, num_batches=5)
     options = {
@@ -53,12 +55,14 @@ def test_accumulation_over_the_end_of_the_epoch_and_validation_equals_ddp(stage)
     assert ours[0].metrics["val_loss"] == pytest.approx(reference[0].metrics["val_loss"], rel=1e-6)
 
 
+@pytest.mark.default_cases("0")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_no_gradient_is_reduced_before_the_last_micro_batch(stage):
     for counts in run_ranks(2, _count_messages, settings(stage), has_group=False):
         assert [count > 0 for count in counts] == [False, False, True] * 2, counts
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_gradients_are_reduced_in_every_micro_batch(stage):
     for counts in run_ranks(2, _count_messages, settings(stage), has_group=False):

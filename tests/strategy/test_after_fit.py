@@ -203,6 +203,7 @@ def _pickle_trainer(rank, world_size, spec):
     return arrays(copied.state_dict()), arrays(again.state_dict())
 
 
+@pytest.mark.default_cases("stage 1")
 @pytest.mark.parametrize(
     "spec",
     [settings(1), settings(3, checkpoint="sharded", async_save=True)],

@@ -48,6 +48,7 @@ def devices(config):
     return tuple(None if offload is None else offload.device for offload in config.offloads)
 
 
+@pytest.mark.default_cases("10-512-0-2-offloads1")
 @pytest.mark.parametrize(
     ("device_gib", "host_gib", "disk_gib", "stage", "offloads"),
     [

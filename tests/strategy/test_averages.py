@@ -92,6 +92,7 @@ def _train_all(rank, world_size, specs, make_callback, factory, options=None):
 # ---------------------------------------------------------------- equal to DDP
 
 
+@pytest.mark.default_cases("WeightAveraging-32-true")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CALLBACKS]
@@ -116,6 +117,7 @@ def test_averages_equal_those_of_ddp(name, precision):
         assert_equal(ours, results[0][4], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("StochasticWeightAveraging")
 def test_stochastic_averaging_updates_the_statistics_of_batchnorm():
     factory = partial(ConvModule, ranks=2)
@@ -126,6 +128,7 @@ def test_stochastic_averaging_updates_the_statistics_of_batchnorm():
             assert_equal(outcome, expected, 2e-6)
 
 
+@pytest.mark.slow
 def test_buffers_and_tied_weights_are_averaged_as_under_ddp():
     specs = ["ddp", *map(settings, [0, *STAGES])]
     callback = CALLBACKS["EMAWeightAveraging"]
@@ -175,6 +178,7 @@ def _assert_same_file(ours, other):
             torch.testing.assert_close(average, state["average_model_state"], rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -15,7 +15,6 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_zero
-from tests.support.cells import ANY_STAGE
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import run_ranks
@@ -60,8 +59,9 @@ def _fit_uneven(rank, world_size, stage, logs):
     return _outcome(make_trainer(settings(stage), max_epochs=2), module)
 
 
+@pytest.mark.default_cases("1-True")
 @pytest.mark.parametrize("logs", [False, True])
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.parametrize("stage", range(4))
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
     for error in _errors(2, _fit_uneven, stage, logs):
         assert error.startswith(DESYNCHRONIZED)
@@ -91,6 +91,7 @@ def _fit_manually(rank, world_size, stage, logs):
     return _outcome(make_trainer(settings(stage)), ManualModule(logs, ranks=world_size))
 
 
+@pytest.mark.default_cases("1-True")
 @pytest.mark.parametrize("logs", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_of_one_rank_alone_is_an_error_on_all(stage, logs):
@@ -136,6 +137,7 @@ def _fit_alone(rank, world_size, what, stage=3):
     return _outcome(trainer, MLPModule(ranks=world_size))
 
 
+@pytest.mark.default_cases("_log_dir", "_gathered", "_module_state")
 @pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):
@@ -188,8 +190,9 @@ def _fit_and_raise(rank, world_size, stage, error):
     return outcomes
 
 
+@pytest.mark.default_cases("3-KeyboardInterrupt")
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.parametrize("stage", range(4))
 def test_a_rank_that_fails_between_batches_is_not_waited_for(stage, error):
     others, failed = _errors(2, _fit_and_raise, stage, error)
     end = "SystemExit: 1" if error is KeyboardInterrupt else "ArithmeticError: out of luck"
@@ -228,6 +231,7 @@ def _fit_until_sigterm(rank, world_size, stage, ranks, hook, at_batch):
 BATCHES = 4  # per epoch
 
 
+@pytest.mark.default_cases("1-1-ranks1")
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("at_batch", [1, BATCHES - 1])
 @pytest.mark.parametrize("stage", [1, 3])

@@ -117,6 +117,7 @@ def _finetune(rank, world_size, make):
     return results
 
 
+@pytest.mark.default_cases("BackboneFinetuning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in FINETUNING]
 )
@@ -205,6 +206,7 @@ def _find_rate(rank, world_size, specs):
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.shows("LearningRateFinder")
 def test_the_learning_rate_finder_suggests_as_under_ddp_and_leaves_no_trace():
     specs = ["ddp", *map(settings, STAGES)]

@@ -13,7 +13,6 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, fit_ranks, fit_reference, make_trainer, run_once, settings
 from tests.support.models import ConvModule, GPTModule, MLPModule
 from tests.support.ranks import run_ranks
@@ -46,8 +45,9 @@ class IndexModule(MLPModule):
         self.seen["predict"] += batch[0][:, 0].tolist()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`DistributedSampler` put in by the Trainer")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_distributed_sampler_is_injected_as_under_ddp(stage):
     ours = run_ranks(3, _samples_seen, settings(stage), has_group=False)
     assert ours == run_once(3, _samples_seen, "ddp")
@@ -79,8 +79,9 @@ class MetricModule(MLPModule):
         self.log("val_rank", float(self.global_rank), sync_dist=True)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`self.log(..., sync_dist=True)`")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sync_dist_gives_the_mean_of_all_ranks_on_each(stage):
     factory = partial(MetricModule, ranks=3)
     options = {"limit_val_batches": 1.0}
@@ -99,8 +100,9 @@ class SyncWitness(Callback):
         self.kinds = {type(m) for m in pl_module.modules() if "Norm" in type(m).__name__}
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`sync_batchnorm=True`")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sync_batchnorm_is_applied_for_the_fit_and_reverted_after_it(stage):
     for during, after in run_ranks(2, _normalizations, settings(stage), has_group=False):
         assert during == {nn.SyncBatchNorm}
@@ -119,8 +121,9 @@ def _normalizations(rank, world_size, spec):
     return witness.kinds, {type(m) for m in module.modules() if "Norm" in type(m).__name__}
 
 
+@pytest.mark.slow
 @pytest.mark.shows("evaluation in inference mode")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", [pytest.param(GPTModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_in_inference_mode_between_fits_equals_ddp(model, stage):
     factory = partial(model, ranks=2)
@@ -169,8 +172,9 @@ def _fit_with_inference_mode(rank, world_size, spec, factory):
     return arrays(module.state_dict()), witness.was_inference
 
 
+@pytest.mark.slow
 @pytest.mark.shows("validate, test and predict before and after fit; a second fit")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("model", [pytest.param(MLPModule, marks=pytest.mark.slow), ConvModule])
 def test_evaluation_before_and_after_fit_and_a_second_fit_equal_ddp(model, stage):
     factory = partial(model, ranks=2)
@@ -236,7 +240,8 @@ def _traces(module):
     return traces
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_after_fit_the_module_has_full_tensors_of_its_own(stage):
     for text in run_ranks(2, _check_after_fit, settings(stage), has_group=False):
         assert text == "good"
@@ -272,8 +277,9 @@ def _check_after_fit(rank, world_size, spec):
     return "good"
 
 
+@pytest.mark.default_cases("ddp first-1")
 @pytest.mark.shows("the module under another strategy afterwards")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("order", ["ours first", "ddp first"])
 def test_a_module_goes_from_one_strategy_to_another(order, stage):
     specs = [settings(stage), "ddp"]
@@ -294,7 +300,8 @@ def _fit_twice(rank, world_size, specs):
     return arrays(module.state_dict())
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_after_fit_the_trainer_still_evaluates_and_saves_as_under_ddp(stage):
     ours = run_ranks(2, _save_after_fit, settings(stage), has_group=False)
     reference = run_once(2, _save_after_fit, "ddp")

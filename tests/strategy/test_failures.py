@@ -34,7 +34,8 @@ class NoneOnRank1Module(NoneModule):
     first_rank = 1
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_step_that_returns_none_is_lightnings_error_on_all_ranks(stage):
     start = time.monotonic()
     with pytest.raises(RankError, match="by returning None in distributed training") as raised:
@@ -44,7 +45,8 @@ def test_a_training_step_that_returns_none_is_lightnings_error_on_all_ranks(stag
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_step_that_returns_none_on_one_rank_does_not_hang_the_other(stage):
     with pytest.raises(RankError, match="by returning None in distributed training") as raised:
         run_ranks(2, _fit, settings(stage), NoneOnRank1Module, has_group=False)
@@ -117,6 +119,7 @@ def _in_block(block, args, output, *, owner):
     return _RaiseInBackward.apply(output, owner)
 
 
+@pytest.mark.default_cases("step-1")
 @pytest.mark.parametrize(
     ("place", "stage"),
     slow_but(
@@ -147,8 +150,9 @@ def _fit_with_checkpoint(rank, world_size, spec, place):
     _fit(rank, world_size, spec, factory, **_saving())
 
 
+@pytest.mark.default_cases("step-3")
 @pytest.mark.shows("OnExceptionCheckpoint")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("place", ["step", "forward"])
 def test_an_exception_on_all_ranks_is_saved_and_resumed_from_as_under_ddp(place, stage):
     ours = run_ranks(2, _fail_and_resume, settings(stage), place, has_group=False)
@@ -172,8 +176,9 @@ def _fail_and_resume(rank, world_size, spec, place):
     return trainer.global_step, arrays(resumed.state_dict())
 
 
+@pytest.mark.default_cases("forward-3")
 @pytest.mark.shows("validate and fit after an exception")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("place", ["step", "forward", "backward", "optimizer"])
 def test_after_an_exception_validate_and_fit_work_as_under_ddp(place, stage):
     ours = run_ranks(2, _fail_and_go_on, settings(stage), place, has_group=False)
@@ -200,6 +205,7 @@ def _fail_and_go_on(rank, world_size, spec, place):
     return val_loss, arrays(module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_rank_that_hangs_is_an_error_on_the_other_after_the_timeout(stage):
     start = time.monotonic()

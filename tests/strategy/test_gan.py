@@ -109,6 +109,7 @@ class ImageGANModule(Recorder):
         self.losses.append(float(sum(loss.detach() for loss in losses)))
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.shows("manual optimization, two optimizers (a GAN)")
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_gan_with_a_gradient_penalty_equals_one_process(stage):

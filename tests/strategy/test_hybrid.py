@@ -48,6 +48,7 @@ def assert_equal_bits(one, other):
         np.testing.assert_array_equal(value, other[name], err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("`sharding_group_size`, 2 x 2 ranks")
 def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload():
     specs = ["ddp", *(grouped(stage) for stage in STAGES), grouped(2, offload_optimizer="cpu")]
@@ -67,6 +68,7 @@ def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload(
     assert_equal_bits(on_device[0].state, offloaded[0].state)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_group_may_take_other_branches_than_the_rest():
     ours, mixed, reference = fit_each(
         [
@@ -92,6 +94,7 @@ def _fail_and_go_on(rank, world_size, stage, on_ranks):
     return trainer.global_step, arrays(resumed.state_dict())
 
 
+@pytest.mark.slow
 def test_after_one_rank_has_failed_all_come_together_and_save():
     results = run_ranks(4, _fail_and_go_on, 3, (3,), has_group=False, timeout_s=90)
     for step, state in results:

@@ -7,13 +7,13 @@ from functools import partial
 import pytest
 from torch.nn import functional as F
 
-from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.support.models import OPTIMIZERS, GANModule, MLPModule
 
 
+@pytest.mark.default_cases("adamw-2-3")
 @pytest.mark.shows("manual optimization, two optimizers (a GAN)")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_two_toggled_optimizers_and_several_backwards(optimizer, world_size, stage):
@@ -98,7 +98,8 @@ class RareGeneratorModule(GANModule):
             optimizer_g.step()
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("TwoLossesModule-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "module", [EverySecondModule, ClosureModule, TwoLossesModule, RareGeneratorModule]
 )

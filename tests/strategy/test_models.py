@@ -100,6 +100,7 @@ def _check(kind, ours, reference):
             )
 
 
+@pytest.mark.default_cases("lora on llama-3")
 @pytest.mark.shows("models of transformers and peft (LoRA)")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", slow_but(BY_DEFAULT, MODELS))

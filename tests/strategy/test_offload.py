@@ -146,6 +146,7 @@ def _fit_by_name(rank, world_size, name, stage):
     return watcher.directories
 
 
+@pytest.mark.default_cases("zero3_offload_nvme-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", slow_but(["zero3_offload_nvme"], REGISTERED))
 def test_every_name_trains_as_on_the_device_in_swap_directories_of_its_own(name, world_size):
@@ -239,6 +240,7 @@ class OptimizerModule(GPTModule):
         return self.made[self.name](self.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["adagrad"], OptimizerModule.made))
 def test_every_kind_of_optimizer_steps_offloaded_states_as_on_the_device(name):
     factory = partial(OptimizerModule, name, ranks=2, num_batches=3)
@@ -306,6 +308,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["several backwards"], SCENARIOS))
 def test_what_a_user_does_gives_the_same_offloaded(name):
     factory, options = SCENARIOS[name]
@@ -331,6 +334,7 @@ def _ema():
     }
 
 
+@pytest.mark.slow
 def test_averaged_weights_swapped_in_are_kept_beside_offloaded_masters():
     run_ranks(2, compare, GPT, _ema, (2,), has_group=False)
 
@@ -368,11 +372,13 @@ GRADS_IN_MEMORY = {
 }
 
 
+@pytest.mark.slow
 def test_a_scaler_skips_and_unscales_offloaded_steps():
     factory = partial(OverflowModule, ranks=2)
     run_ranks(2, compare, factory, _scaled, (1, 2, 3), GRADS_IN_MEMORY, has_group=False)
 
 
+@pytest.mark.slow
 def test_a_scaler_unscales_gradients_on_nvme():
     factory = partial(OverflowModule, ranks=2)
     run_ranks(2, compare, factory, _scaled, (3,), {3: [ALL_NVME]}, has_group=False)
@@ -407,6 +413,7 @@ def _compare_files(rank, world_size):
                 assert_equal_trees(other["optimizer_states"], one["optimizer_states"])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_mid_epoch_has_the_values_of_its_step_while_steps_overlap():
     run_ranks(2, _compare_files, has_group=False)
 
@@ -460,6 +467,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["cpu to nvme to auto", "nvme to device"], RESUMED))
 def test_a_checkpoint_of_one_tier_is_resumed_in_another_exactly(name):
     run_ranks(2, _compare_resumed, RESUMED[name], has_group=False)
@@ -513,6 +521,7 @@ def _fail_and_go_on(rank, world_size, stage, offload):
     assert not list(Path("swap").glob(f"*.rank{rank}.*"))
 
 
+@pytest.mark.default_cases("3-offload5")
 @pytest.mark.parametrize(
     ("stage", "offload"),
     [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import numpy as np
 import pytest
 from lightning.pytorch import seed_everything
 
-from tests.support.cells import ANY_STAGE, slow_but
+from tests.support.cells import slow_but
 from tests.support.fitting import (
     arrays,
     assert_same,
@@ -28,10 +27,19 @@ MODELS = {"gpt": GPTModule, "conv": ConvModule}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("world_size", "accumulation"),
-    slow_but({(1, 1), (2, 4), (3, 1)}, product((1, 2, 3, 4), (1, 4))),
+    ("model", "world_size", "accumulation"),
+    slow_but(
+        {("gpt", 2, 4), ("conv", 3, 1)},
+        [
+            ("gpt", 2, 4),
+            ("conv", 3, 1),
+            ("gpt", 1, 1),
+            ("gpt", 4, 1),
+            ("conv", 1, 4),
+            ("conv", 2, 4),
+        ],
+    ),
 )
-@pytest.mark.parametrize("model", list(MODELS))
 def test_losses_and_parameters_equal_ddp(model, world_size, accumulation, stage):
     factory = partial(MODELS[model], ranks=world_size, num_batches=3 * accumulation)
     options = {"accumulate_grad_batches": accumulation}
@@ -39,7 +47,8 @@ def test_losses_and_parameters_equal_ddp(model, world_size, accumulation, stage)
     assert_same(ours, fit_reference(world_size, factory, options))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.default_cases("rmsprop-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_each_elementwise_optimizer_with_two_groups_equals_ddp(optimizer, stage):
     factory = partial(MLPModule, ranks=2, optimizer=optimizer)
@@ -47,6 +56,7 @@ def test_each_elementwise_optimizer_with_two_groups_equals_ddp(optimizer, stage)
     assert_same(ours, fit_reference(2, factory))
 
 
+@pytest.mark.default_cases("per step-3")
 @pytest.mark.shows("learning rate schedulers")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("scheduler", list(SCHEDULERS))
@@ -59,6 +69,13 @@ def test_each_scheduler_equals_ddp(scheduler, stage):
     assert reference[0].learning_rates[0] != OPTIMIZERS["adamw"].keywords["lr"]
 
 
+@pytest.mark.default_cases(
+    "prefetch all",
+    "few live parameters",
+    "small parameters unsharded",
+    "all parameters unsharded",
+    "no reshard after forward",
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -82,6 +99,7 @@ def test_no_setting_of_stage_3_changes_the_result(options):
     assert_same(ours, fit_reference(2, factory, trainer))
 
 
+@pytest.mark.default_cases("no overlap-2")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     "options",
@@ -98,7 +116,8 @@ def test_no_setting_of_stages_1_and_2_changes_the_result(options, stage):
     assert_same(ours, fit_reference(2, factory, trainer))
 
 
-@pytest.mark.parametrize("stage", ANY_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", range(4))
 def test_ranks_that_start_with_different_weights_take_those_of_rank_0(stage):
     factory = partial(ConvModule, ranks=2)
     ours = run_ranks(2, _fit_from_own_seed, settings(stage), factory, has_group=False)

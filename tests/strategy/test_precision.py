@@ -90,6 +90,7 @@ def test_a_users_plugin_is_accepted_or_refused_with_its_name(build, name):
         assert trainer.precision == name
 
 
+@pytest.mark.default_cases("GPTModule-1")
 @pytest.mark.shows("precision bf16-mixed")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("model", [GPTModule, ConvModule])
@@ -125,6 +126,7 @@ class ResidualModule(Recorder):
         return (self.head(self.norm(self.blocks(x))) - y).square().mean()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_residual_mlp_with_norms_trains_in_bf16_mixed_as_under_ddp(stage):
     factory = partial(ResidualModule, ranks=2, num_batches=8, optimizer="adam")
@@ -178,6 +180,7 @@ class GraphModule(Recorder):
 GRAPH = partial(GraphModule, ranks=2, optimizer="sgd")
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_dtype_error_names_module_parameter_and_the_setting(stage):
     options = {"precision": "bf16-mixed"}
@@ -187,6 +190,7 @@ def test_a_dtype_error_names_module_parameter_and_the_setting(stage):
         assert "keep_float32=['graph.embedding.weight']" in text
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_keep_float32_names_runs_as_under_ddp(stage):
     options = {"precision": "bf16-mixed"}
@@ -242,6 +246,7 @@ class SmallStepModule(Recorder):
 STEPS = partial(SmallStepModule, ranks=2, num_batches=200)
 
 
+@pytest.mark.slow
 @pytest.mark.shows("precision bf16-true, with float32 masters")
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
 def test_bf16_true_keeps_small_steps_that_plain_bf16_loses(stage):
@@ -288,6 +293,7 @@ def test_what_a_model_of_transformers_keeps_in_float32_stays_so(precision, stage
         assert outcome.state["first.weight"].dtype == np.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2)), 3])
 def test_bf16_mixed_loses_no_small_step_and_ends_in_fp32(stage):
     for outcome in fit_ranks(2, settings(stage), STEPS, {"precision": "bf16-mixed"}):
@@ -295,6 +301,7 @@ def test_bf16_mixed_loses_no_small_step_and_ends_in_fp32(stage):
         np.testing.assert_allclose(outcome.state["layer.weight"], 0.98, rtol=1e-5)
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_state_dict_in_bf16_true_is_bf16_as_under_ddp(stage):
     for dtypes in run_ranks(2, _dtypes_after_fit, settings(stage), has_group=False):
@@ -307,6 +314,7 @@ def _dtypes_after_fit(rank, world_size, spec):
     return [value.dtype for value in module.state_dict().values()]
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.shows("precision 64-true")
 @pytest.mark.parametrize("stage", STAGES)
 def test_64_true_equals_ddp_or_is_refused_by_name(stage):
@@ -357,6 +365,7 @@ class ScaleRecorder(Callback):
 OVERFLOW = partial(OverflowModule, ranks=2, optimizer="sgd")
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.shows("precision 16-mixed: the loss scaler")
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(stage):
@@ -368,6 +377,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_both_and_halves_the_scale(sta
     assert_same([r[1] for r in results], [r[1] for r in reference], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_scaler_is_in_the_checkpoint_and_comes_back(stage):
     results = run_ranks(2, _fit_with_scaler, settings(stage), None, has_group=False)
@@ -380,6 +390,7 @@ def test_the_scaler_is_in_the_checkpoint_and_comes_back(stage):
         assert scales == [512.0] * 4
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_are_unscaled_before_they_are_clipped(stage):
     results = run_ranks(2, _fit_with_scaler, settings(stage), None, 0.1, has_group=False)

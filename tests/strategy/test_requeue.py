@@ -20,6 +20,7 @@ from torch.utils.data import DistributedSampler
 from examples.stdlib_text import ResumableLoader
 from lightning_zero.strategy.requeue import RequeuedExit, _check_owner, _wait_until_seen
 from tests.launch.test_slurm_layout import as_srun
+from tests.support.cells import slow_but
 from tests.support.fitting import arrays
 from tests.support.models import GPTModule
 from tests.support.ranks import run_ranks
@@ -129,26 +130,19 @@ STEPS = {"max_epochs": None, "max_steps": 11}
 @pytest.mark.parametrize(
     ("at", "options", "last_seen"),
     [
-        pytest.param((1, 6), EPOCHS, ["batch", "batch"], marks=pytest.mark.slow),
-        ((3, 7), EPOCHS, ["epoch", "epoch"]),  # the last batch of an epoch
-        pytest.param((3, 7), STEPS, ["epoch", "epoch"], marks=pytest.mark.slow),
-        pytest.param((1, 6), STEPS, ["batch", "batch"], marks=pytest.mark.slow),
-        pytest.param(
-            (1, 3),
-            EPOCHS | {"val_check_interval": 2},
-            ["validation", "epoch"],
-            marks=pytest.mark.slow,
-        ),
-        ((1, 5), EPOCHS | {"accumulate_grad_batches": 2}, ["batch", "batch"]),
-        pytest.param(
-            (0, 5),
-            EPOCHS | {"accumulate_grad_batches": 4},
-            ["epoch", "epoch"],
-            marks=pytest.mark.slow,
-        ),
         ((1, 6), EPOCHS | {"plugins": "async"}, ["batch", "batch"]),
-        pytest.param(
-            (0, 1), EPOCHS | {"limit_train_batches": 1}, ["epoch", "epoch"], marks=pytest.mark.slow
+        *slow_but(
+            [],
+            [
+                ((1, 6), EPOCHS, ["batch", "batch"]),
+                ((3, 7), EPOCHS, ["epoch", "epoch"]),  # the last batch of an epoch
+                ((3, 7), STEPS, ["epoch", "epoch"]),
+                ((1, 6), STEPS, ["batch", "batch"]),
+                ((1, 3), EPOCHS | {"val_check_interval": 2}, ["validation", "epoch"]),
+                ((1, 5), EPOCHS | {"accumulate_grad_batches": 2}, ["batch", "batch"]),
+                ((0, 5), EPOCHS | {"accumulate_grad_batches": 4}, ["epoch", "epoch"]),
+                ((0, 1), EPOCHS | {"limit_train_batches": 1}, ["epoch", "epoch"]),
+            ],
         ),
     ],
     ids=str,
@@ -158,6 +152,7 @@ def test_a_run_that_is_requeued_twice_does_everything_once(at, options, last_see
         assert [event[0] for event in saved_at] == last_seen
 
 
+@pytest.mark.slow
 def test_sigterm_of_a_preemption_does_the_same():
     run_ranks(2, _interrupted_twice, (1, 6), EPOCHS, SIGTERM, has_group=False)
 
@@ -211,6 +206,7 @@ def _on_another_node(rank, world_size):
     return len(first.losses + second.losses), [t for t in texts if "SLURM restarted this job" in t]
 
 
+@pytest.mark.slow
 def test_ranks_go_on_from_what_rank_0_sees_and_it_warns_where_there_is_nothing():
     (num_losses, warned), (other, none) = run_ranks(2, _on_another_node, has_group=False)
     assert num_losses == other == 12

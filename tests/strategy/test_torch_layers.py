@@ -153,6 +153,7 @@ TESTED_IN_OTHER_FILES = {
 }
 
 
+@pytest.mark.slow
 def test_the_table_has_every_layer_that_makes_parameters():
     kinds = {n: kind for n, kind in vars(nn).items() if inspect.isclass(kind)}
     made = {n for n, k in kinds.items() if issubclass(k, nn.Module) and _makes_parameters(k)}
@@ -254,6 +255,7 @@ def _difference(found: list[Tensor | None], expected: list[Tensor | None]) -> st
     return ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [

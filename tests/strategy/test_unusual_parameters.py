@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit, fit_ranks, fit_reference, settings
 from tests.support.models import (
     CHECKPOINTING,
@@ -41,10 +40,12 @@ MODULES = {
 }
 
 
+@pytest.mark.default_cases("odd shapes and dtypes-2-1")
 @pytest.mark.shows("frozen, tied, unused parameters; branches that differ by rank")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("module", list(MODULES))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("module", "world_size"), [("odd shapes and dtypes", 2), *((module, 3) for module in MODULES)]
+)
 def test_unusual_modules_equal_one_process_with_the_global_batch(module, world_size, stage):
     factory = partial(MODULES[module], ranks=world_size, num_batches=6)
     options = {"accumulate_grad_batches": 2}
@@ -52,7 +53,8 @@ def test_unusual_modules_equal_one_process_with_the_global_batch(module, world_s
     assert_same(ours, fit_reference(1, factory, options, spec="auto"))
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_layer_unused_in_a_step_is_not_stepped_nor_decayed(stage):
     factory = partial(UnusedModule, ranks=2, num_batches=1)
     before = fit_reference(1, partial(UnusedModule, ranks=1, num_batches=0), spec="auto")
@@ -68,8 +70,9 @@ OUTSIDE = {
 }
 
 
+@pytest.mark.default_cases("penalty over all-3")
 @pytest.mark.shows("parameters used outside their module's forward")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("module", list(OUTSIDE))
 def test_use_outside_of_a_forward_gives_the_right_gradient_or_an_error_with_the_name(module, stage):
     cls, names = OUTSIDE[module]
@@ -90,8 +93,9 @@ def fit_or_error(rank, world_size, spec, factory):
         return f"{type(error).__name__}: {error}"
 
 
+@pytest.mark.default_cases("reentrant in the block-1")
 @pytest.mark.shows("activation checkpointing")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("checkpointing", list(CHECKPOINTING))
 def test_activation_checkpointing_equals_none(checkpointing, stage):
     factory = partial(GPTModule, ranks=2, num_batches=6, checkpointing=checkpointing)
@@ -110,7 +114,8 @@ class Thaw(Callback):
             pl_module.net[4].requires_grad_(False)
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("1")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_freezing_and_unfreezing_between_steps_equals_one_process(stage):
     factory = partial(FrozenModule, ranks=2, num_batches=5)
     options = {"callbacks": [Thaw()]}
@@ -194,8 +199,9 @@ FULL_TENSOR_OPTIMIZERS = {
 }
 
 
+@pytest.mark.default_cases("Adamax-3")
 @pytest.mark.shows("elementwise optimizers")
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("optimizer", list(ELEMENTWISE))
 def test_elementwise_optimizers_equal_ddp(optimizer, stage):
     factory = partial(OptimizerModule, ELEMENTWISE[optimizer], ranks=2, num_batches=5)
@@ -203,7 +209,8 @@ def test_elementwise_optimizers_equal_ddp(optimizer, stage):
     assert_same(ours, fit_reference(2, factory))
 
 
-@pytest.mark.parametrize("stage", SHARDED_STAGE)
+@pytest.mark.default_cases("LBFGS-3")
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(FULL_TENSOR_OPTIMIZERS))
 def test_full_tensor_optimizers_are_exact_or_refused_by_name_before_training(optimizer, stage):
     factory = partial(OptimizerModule, FULL_TENSOR_OPTIMIZERS[optimizer], ranks=2, num_batches=5)

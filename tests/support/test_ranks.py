@@ -41,7 +41,7 @@ def _environment(rank, world_size):
     return os.environ["RANK"], os.environ["WORLD_SIZE"], dist.is_initialized(), os.getcwd()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_every_rank_runs_and_returns_its_result(world_size):
     results = run_ranks(world_size, _sum_of_ranks, 2.0)
     expected = 2.0 * sum(range(world_size))
@@ -61,6 +61,7 @@ def test_an_exception_on_one_rank_fails_with_its_traceback():
         run_ranks(2, _raise_on_rank_1)
 
 
+@pytest.mark.slow
 def test_a_hang_fails_with_the_stacks_of_the_ranks_that_hang():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 2 did not return[\s\S]*in _hang_on_rank_1"):

@@ -153,6 +153,7 @@ def _answer(rank, world_size, stage, options):
     return wrong
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_operations_on_gradients_and_data_act_on_the_full_tensor(stage):
     assert run_ranks(WORLD_SIZE, _answer, stage, {}) == [[]] * WORLD_SIZE
@@ -163,6 +164,7 @@ def _answer_from_files(rank, world_size):
     return _answer(rank, world_size, 3, {"offload_param": files, "offload_optimizer": files})
 
 
+@pytest.mark.slow
 def test_operations_on_gradients_and_data_in_files_act_on_the_full_tensor():
     assert run_ranks(2, _answer_from_files) == [[]] * 2
 
@@ -183,6 +185,7 @@ def _mixed(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_of_16_bit_parameters_equal_the_full_gradients(stage):
     run_ranks(2, _mixed, stage)
@@ -244,6 +247,7 @@ def _refuse(rank, world_size, stage):
     return texts
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_unsupported_operation_names_parameter_and_remedy(stage):
     for texts in run_ranks(2, _refuse, stage):
@@ -394,6 +398,7 @@ CASES = {
 }
 
 
+@pytest.mark.default_cases("stage 0", "stage 1")
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_changed_or_set_before_a_step_are_stepped_as_by_one_process(case):
     assert run_ranks(WORLD_SIZE, _change, *CASES[case]) == [[]] * WORLD_SIZE
@@ -411,6 +416,7 @@ def _set_wrong(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_gradient_of_another_shape_is_refused_where_it_is_set(stage):
     run_ranks(2, _set_wrong, stage)
@@ -427,6 +433,7 @@ def _set_without_backward(rank, world_size, stage):
     assert all(torch.allclose(a, b) for a, b in pairs)
 
 
+@pytest.mark.default_cases("0", "3")
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_gradients_set_without_a_backward_are_stepped(stage):
     run_ranks(2, _set_without_backward, stage)
@@ -452,6 +459,7 @@ def _differentiate(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_through_a_sharded_gradient_is_an_error(stage):
     run_ranks(2, _differentiate, stage)
@@ -521,6 +529,7 @@ def _sam(rank, world_size, recipe, stage):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default_cases("SAM-3", "SAMOfData-1")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("recipe", [SAM, SAMOfData])
 def test_sharpness_aware_minimization_by_hand_equals_one_process(recipe, stage):
@@ -604,6 +613,7 @@ def _average(rank, world_size, stage, of_what):
     engine.close()
 
 
+@pytest.mark.default_cases("1-full clones", "3-deepcopy", "3-full clones")
 @pytest.mark.parametrize("of_what", ["deepcopy", "clones", "full clones"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_average_by_hand_equals_one_process(stage, of_what):
@@ -628,6 +638,7 @@ def _data(rank, world_size, stage):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_data_changed_by_its_own_norms_equals_one_process(stage):
     run_ranks(WORLD_SIZE, _data, stage)

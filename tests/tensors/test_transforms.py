@@ -124,6 +124,7 @@ def _transform(rank, world_size, stage):
     return found
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_transforms_are_right_when_gathered_and_never_wrong_or_without_a_word(stage):
     for found in run_ranks(2, _transform, stage):
@@ -160,6 +161,7 @@ def compressed():
     return torch.eye(4).to_sparse_csr()
 
 
+@pytest.mark.default_cases("float8", "compressed")
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("values", [float8, sparse, compressed])
 def test_parameters_that_no_flat_buffer_can_hold_are_refused_by_name_and_may_be_buffers(values):

@@ -25,6 +25,7 @@ def test_the_smallest_group_around_this_process_counts(tmp_path):
     assert list(cgroup_free_bytes(tmp_path / "none", tmp_path / "mount")) == []
 
 
+@pytest.mark.slow
 def test_a_process_in_a_limited_group_sees_its_limit():
     mount = Path("/sys/fs/cgroup/memory")
     own = next(

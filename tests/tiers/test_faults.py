@@ -81,6 +81,7 @@ def test_a_path_on_a_read_only_disk_is_an_error_that_names_it(mounted):
         NvmeStore(disk, rank=0)
 
 
+@pytest.mark.slow
 def test_a_path_of_another_user_is_an_error_that_names_it(tmp_path):
     if os.getuid() != 0:
         pytest.skip("only root can become another user")

@@ -132,6 +132,7 @@ def test_close_removes_everything_and_the_files_say_so(tmp_path, filled):
             use()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_the_process_ends_without_closing(tmp_path):
     script = HOLD.replace("while True:", "for _ in range(2):") + "\nraise SystemExit(3)"
     done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, timeout=60)
@@ -162,6 +163,7 @@ def test_two_stores_on_one_path_are_separate(tmp_path, filled):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_next_start_removes_what_a_killed_job_left_and_nothing_of_a_living_one(tmp_path):
     killed, living = start_a_job(tmp_path), start_a_job(tmp_path)
     (tmp_path / "lightning_zero.mine.rank0.txt").mkdir()

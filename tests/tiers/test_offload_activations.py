@@ -46,6 +46,7 @@ CASES = [(kind, place) for kind in CHECKPOINTING for place in ("step", "blocks")
 FEW = [(None, "blocks"), ("reentrant", "step"), ("non-reentrant", "step")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "stages", "cases"),
     [

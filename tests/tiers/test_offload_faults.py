@@ -122,6 +122,7 @@ def test_a_file_truncated_by_another_process_is_an_error_that_names_it(tmp_path)
     assert any(str(tmp_path) in text and "4096 bytes" in text for text in texts), texts
 
 
+@pytest.mark.slow
 def test_an_unlinked_file_stays_usable(tmp_path):
     found = run_ranks(2, _break_files, str(tmp_path), "removed")
     expected = run_ranks(2, _break_files, str(tmp_path), "removed")

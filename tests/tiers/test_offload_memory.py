@@ -95,6 +95,7 @@ def _walk(rank, world_size, stage, offload):
     }
 
 
+@pytest.mark.default_cases("all nvme-1")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", list(TIERS))
 def test_the_report_by_tier_is_what_memory_and_files_hold(name, world_size):
@@ -153,6 +154,7 @@ def _check_large(num_blocks, timeout_s):
     assert most < 0.2 * state, f"{most} of {state} bytes"
 
 
+@pytest.mark.slow
 def test_a_model_of_30_m_parameters_trains_in_less_than_a_fifth_of_its_state():
     _check_large(30, 60)
 

@@ -62,6 +62,7 @@ def content(file):
     return memory
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(steps=STEPS, num_buffers=st.integers(1, 4))
 def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, steps, num_buffers):

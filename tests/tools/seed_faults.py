@@ -1,13 +1,10 @@
 """Seeds faults into lightning_zero, one at a time, and prints which of them the tests find.
 
-    python -m tests.tools.records -- -n 3 -m "not slow or covered"    # which tests execute a line
-    python -m tests.tools.seed_faults run --num 100 --table faults.md -- -x -q -m "not slow"
+    python -m tests.tools.seed_faults run --num 5 --only FILE -- -x -q -m "not slow" tests/core
 
 What stands after `--` is for pytest. `run` draws faults with `--seed` from all that there are, puts
-each into a copy of the repository and runs the tests that execute its line; without records, all
-that pytest gets. The same seed, number and sources give the same faults.
-
-A fault is found if a test fails or does not end. What no test executes is not found.
+each into a copy of the repository and runs pytest there. The same seed, number and sources give the
+same faults. A fault is found if a test fails or does not end.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-
-from tests.tools.records import FOLDER, Records
 
 __all__ = ["KINDS", "Fault", "apply", "choose", "faults_in", "main"]
 
@@ -189,15 +184,13 @@ class Outcome:
         return f"| {' | '.join(cells)} |"
 
 
-def run_tests(
-    fault: Fault, copy: Path, tests: Sequence[str], arguments: Sequence[str], limit_s: float
-) -> Outcome:
-    """Puts the fault into the copy, runs the tests there, and takes it out again."""
+def run_tests(fault: Fault, copy: Path, arguments: Sequence[str], limit_s: float) -> Outcome:
+    """Puts the fault into the copy, runs pytest there, and takes it out again."""
     file, begin = copy / fault.path, time.monotonic()
     good = file.read_text()
     file.write_text(apply(fault, good))
     try:
-        is_found, because = _run_pytest(copy, [*arguments, *tests], limit_s)
+        is_found, because = _run_pytest(copy, arguments, limit_s)
     finally:
         file.write_text(good)
     return Outcome(fault, is_found, because, time.monotonic() - begin)
@@ -242,10 +235,6 @@ def _copy_of_the_repository(folder: str) -> Path:
     return copy
 
 
-def _tests_of(fault: Fault, records: Records) -> list[str]:
-    return records.tests_of(fault.path, range(fault.line, fault.end_line + 1))
-
-
 def _all_faults(only: Sequence[str]) -> list[Fault]:
     found: list[Fault] = []
     for file in sorted((ROOT / PACKAGE).rglob("*.py")):
@@ -257,19 +246,12 @@ def _all_faults(only: Sequence[str]) -> list[Fault]:
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     """Prints an outcome after each fault, and writes the table as far as it is."""
-    records = Records.read(options.folder) if options.folder.exists() else None
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         copy = _copy_of_the_repository(folder)
         faults = _all_faults(options.only)
-        if options.executed and records is not None:
-            faults = [fault for fault in faults if _tests_of(fault, records)]
         for fault in choose(faults, options.num, options.seed):
-            tests = [] if records is None else _tests_of(fault, records)[: options.max_tests]
-            if records is not None and not tests:
-                outcomes.append(Outcome(fault, False, "no test executes it", 0.0))
-            else:
-                outcomes.append(run_tests(fault, copy, tests, arguments, options.limit_s))
+            outcomes.append(run_tests(fault, copy, arguments, options.limit_s))
             print(outcomes[-1].row(), flush=True)
             if options.table is not None:
                 options.table.write_text(table(outcomes, options.seed))
@@ -292,12 +274,9 @@ def main(words: Sequence[str] | None = None) -> int:
     own, arguments = given[:at], given[at + 1 :]
     parser = argparse.ArgumentParser(prog="seed_faults", description=__doc__.split("\n")[0])
     parser.add_argument("command", choices=["run", "list"])
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="what records wrote")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num", type=int, default=100, help="of faults")
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="of lightning_zero")
-    parser.add_argument("--executed", action="store_true", help="only of lines that tests execute")
-    parser.add_argument("--max-tests", type=int, default=400, help="for one fault")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for the tests of one fault")
     parser.add_argument("--table", type=Path, help="where the table goes")
     options = parser.parse_args(own)

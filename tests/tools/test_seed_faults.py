@@ -57,6 +57,7 @@ def test_the_package_has_faults_of_all_kinds_and_a_seed_chooses_them():
     assert [fault.kind for fault in chosen] == [*KINDS, *KINDS]
 
 
+@pytest.mark.default_cases("unused-False")
 @pytest.mark.parametrize(("function", "is_found"), [("is_less", True), ("unused", False)])
 def test_a_fault_is_found_where_a_test_fails(function, is_found, tmp_path):
     (tmp_path / "lightning_zero").mkdir()
@@ -66,7 +67,7 @@ def test_a_fault_is_found_where_a_test_fails(function, is_found, tmp_path):
     (tmp_path / "test_mine.py").write_text(TEST)
     of_less, of_unused = faults_in("lightning_zero/mine.py", GOOD)
     fault = of_less if function == "is_less" else of_unused
-    outcome = run_tests(fault, tmp_path, ["test_mine.py"], ["-q"], limit_s=250.0)
+    outcome = run_tests(fault, tmp_path, ["-q", "test_mine.py"], limit_s=250.0)
     assert outcome.is_found is is_found
     assert ("test_it" in outcome.because) is is_found
     assert source.read_text() == GOOD
