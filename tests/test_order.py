@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.comm.rounds import RoundResult
+from lightning_zero.comm.control import RoundResult
+from lightning_zero.comm.rounds import RequestKind
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.passes import hoist_all_gathers
 
@@ -262,11 +263,11 @@ class Rank:
 
     def evaluate(self, passes):
         """A loop with any number of forwards."""
-        self.order.allows_uneven_calls = True
+        self.order.allow_uneven_calls(True)
         for units in passes:
             self.evaluate_once(units)
-        self.order.serve_until(self.order.requests.left, "the end of the loop")
-        self.order.allows_uneven_calls = False
+        self.order.serve_until(RequestKind.LEFT, "the end of the loop")
+        self.order.allow_uneven_calls(False)
 
 
 MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]
@@ -424,7 +425,7 @@ def _fail_in_a_loop(size, failing, seed):
         one = Rank(world, rank)
         for _ in range(4):
             one.step(range(NUM_UNITS))
-        one.order.allows_uneven_calls = True
+        one.order.allow_uneven_calls(True)
         try:
             for number in range(5):
                 one.order.begin("forward")
@@ -434,11 +435,11 @@ def _fail_in_a_loop(size, failing, seed):
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.unsharded.discard(unit)
-            one.order.serve_until(one.order.requests.done, "the end")
+            one.order.serve_until(RequestKind.DONE, "the end")
         except (Failed, ValueError) as error:
             errors[rank] = str(error)
         one.order.reset()
-        one.order.allows_uneven_calls = False
+        one.order.allow_uneven_calls(False)
         one.unsharded.clear()
         for _ in range(4):
             one.step(range(NUM_UNITS))
