@@ -19,7 +19,8 @@ and, in training, the events of the training pass before it.
   Gradients that come after their reduction are *late*: they are reduced once more, after the end.
   Before its own backward such a rank reduces zeros; what the other ranks contributed is kept
   separate from `.grad`, which users may zero, until the rank enters its backward. A schedule that
-  does not match two passes in a row is dropped.
+  does not match two passes in a row is dropped: a rank requests a unit, gradients are late, or no
+  rank uses a unit that all have unsharded.
 
 Why this does not deadlock:
 
@@ -393,8 +394,6 @@ class CollectiveOrder:
             is_kept = is_needed and one.cursor == stop
             if event < self._backward_event:
                 one.has_unused_gathers |= not is_kept
-            elif event > self._backward_event and event - self._first_reduction not in one.ready:
-                one.has_deviated = True
             self._issue(one, event, is_kept=is_kept)
 
     def _issue(self, one: Pass | None, event: int, *, is_kept: bool = False) -> None:

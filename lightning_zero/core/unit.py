@@ -110,6 +110,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.is_saved_for_backward = value
 
+    def save_for_backward(self) -> None:
+        """Notes that the graph saves views of the parameters, if gradients are recorded."""
+        if torch.is_grad_enabled():
+            self.is_saved_for_backward = True
+
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
         return any(bucket.aliases(tensor) for bucket in self.buckets)
