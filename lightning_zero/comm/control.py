@@ -26,20 +26,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.rounds import RoundCheck, RoundResult
 from lightning_zero.health.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
 from lightning_zero.health.world import disconnect_groups, has_world
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
-__all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "Rounds"]
+__all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "RoundResult", "Rounds"]
 
 _T = TypeVar("_T")
+
+
+class RoundResult(NamedTuple):
+    """Result of one round: the same on every rank, except for the error."""
+
+    numbers: list[int]  # minimum over ranks, elementwise
+    mask: bytes  # maximum over ranks, elementwise
+    error: Exception | None = None  # found by the check of this rank
+
+
+RoundCheck = Callable[[RoundResult], Exception | None]  # may run further rounds
 _Task = tuple[Sequence[int], bytes, RoundCheck | None, "Future[RoundResult]"]
 _FIRST_TAG = 1 << 20  # nothing else on the group uses tags from here on
 _EXIT_S = 2.0  # time for the thread to end with the process

@@ -1,91 +1,62 @@
-"""The control plane as `CollectiveOrder` uses it: votes, results, and checks of a round.
+"""Rounds as `CollectiveOrder` uses them: requests, votes, results, and the checks of a round.
 
 In a round every rank sends a `Vote`, and all ranks receive the minimum and the maximum of each of
-its numbers. `RoundClient` holds the rounds of one rank and validates their results.
+its numbers. `RoundClient` runs the rounds of one rank and validates their results.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from enum import IntEnum
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from lightning_zero.comm.control import GlooControlPlane, RoundResult
 from lightning_zero.health.watchdog import DESYNC_HINT
 
-__all__ = [
-    "RoundResult",
-    "RoundCheck",
-    "Requests",
-    "Tally",
-    "Vote",
-    "ControlPlane",
-    "RoundClient",
-    "called_from",
-]
+__all__ = ["LocalState", "Request", "RequestKind", "RoundClient", "Tally", "Vote", "called_from"]
 
 _NO_VALUE = 2**62  # sent by a rank that has nothing to compare
 _MAX_TEXT_BYTES = 1024  # of the text of a failure
+_SPAN = 1 << 40  # packed requests of one kind
 
 
-class RoundResult(NamedTuple):
-    """Result of one round: the same on every rank, except for the error."""
+class RequestKind(IntEnum):
+    """Why a rank enters a round. The lowest request of all ranks comes first."""
 
-    numbers: list[int]  # minimum over ranks, elementwise
-    mask: bytes  # maximum over ranks, elementwise
-    error: Exception | None = None  # found by the check of this rank
-
-
-RoundCheck = Callable[[RoundResult], Exception | None]  # may run further rounds
-
-
-class ControlPlane(Protocol):
-    """Small messages between ranks; implemented by `comm.control.GlooControlPlane`."""
-
-    rank: int
-    size: int
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserves `num_bytes` for the mask of every later round."""
-
-    def run_round(
-        self, numbers: Sequence[int], mask: bytes, check: RoundCheck | None = None
-    ) -> RoundResult:
-        """Runs one round."""
-
-    def begin_round(
-        self, numbers: Sequence[int], mask: bytes, check: RoundCheck
-    ) -> Future[RoundResult]:
-        """Begins one round and returns at once."""
-
-    def waiting(self, name: str) -> AbstractContextManager[None]:
-        """Context of a wait for other ranks; `name` describes the wait."""
-
-    def abort_waits(self, error: Exception) -> None:
-        """Makes the other ranks fail, wherever they wait."""
-
-    def peer_failed_error(self, text: str) -> Exception:
-        """Error to raise when another rank failed."""
-
-    def desync_error(self, text: str) -> Exception:
-        """Error to raise when ranks are desynchronized."""
+    FAILED = 0  # it has failed
+    FORWARD = 1  # it needs a unit in forward
+    BACKWARD = 2  # it needs a unit in backward
+    BEGIN = 3  # it begins a pass
+    BARRIER = 4  # it enters a call that all ranks make
+    DONE = 5  # it has ended its step, or its backward
+    LEFT = 6  # it has left a loop of steps
 
 
-class Requests(NamedTuple):
-    """Requests that ask for no unit; see `CollectiveOrder`."""
+class Request(NamedTuple):
+    """Request of one rank. Units are served in layout order, in backward in reverse order."""
 
-    begin: int  # begins a pass
-    barrier: int  # enters a call that all ranks make
-    done: int  # has ended its step, or its backward
-    left: int  # has left a loop of steps
+    kind: RequestKind
+    number: int = 0  # of the unit; of the rank that has failed
+
+    def pack(self) -> int:
+        """The request as one number, in the order in which requests are served."""
+        offset = -self.number if self.kind is RequestKind.BACKWARD else self.number
+        return self.kind * _SPAN + offset
+
+    @classmethod
+    def unpack(cls, packed: int) -> Request:
+        """The inverse of `pack`."""
+        kind = (packed + _SPAN // 2) // _SPAN
+        return cls(RequestKind(kind), abs(packed - kind * _SPAN))
 
 
 class Vote(NamedTuple):
     """Numbers that one rank sends in one round. None: nothing to compare."""
 
-    request: int
+    request: int  # packed
     key: int | None  # of the pass, or of the call that all ranks make
     num_ready: int  # reductions that this rank is ready for
     flags: int | None  # hash of `requires_grad` of all parameters
@@ -94,7 +65,6 @@ class Vote(NamedTuple):
     has_deviated: bool
     has_unused_gathers: bool  # it did not use a unit that the schedule unsharded
     allows_uneven_calls: bool
-    failed: int  # this rank, if it has failed; else the number of ranks
 
     def numbers(self) -> list[int]:
         """The numbers to send: each one for its minimum, and its negative for the maximum."""
@@ -116,11 +86,13 @@ class Tally(NamedTuple):
         return cls(Vote._make(numbers[:half]), Vote._make([-n for n in numbers[half:]]))
 
     @property
-    def request(self) -> int:
-        return self.lowest.request
+    def request(self) -> Request:
+        """The lowest request."""
+        return Request.unpack(self.lowest.request)
 
     @property
     def stop_request(self) -> int | None:
+        """The lowest stop request."""
         return None if self.lowest.stop_request == _NO_VALUE else self.lowest.stop_request
 
     def is_same(self, field: str) -> bool:
@@ -129,76 +101,62 @@ class Tally(NamedTuple):
         return lowest in (_NO_VALUE, getattr(self.highest, field))
 
 
-class _LocalActions(NamedTuple):
-    """Actions of this rank alone before it entered a round; see `RoundClient`."""
+class LocalState(NamedTuple):
+    """State of one rank when it enters a round, from which the text of an error is made."""
 
-    current_call: str
-    num_writes: int
-    last_write: str
+    flags: bytes = b""  # `requires_grad` of the parameters; empty: they are not compared
+    current_call: str = ""  # the call that all ranks make now, and its line; empty: none
+    num_writes: int = 0  # writes of this rank to its shards of parameters
+    last_write: str = ""  # the last of these writes, and its line
+    failure: str = ""  # error of this rank, which the round sends
 
 
 class RoundClient:
-    """Client side of control-plane rounds; validates their results, with the same error everywhere.
+    """Runs the rounds of one rank and validates their results, with the same error everywhere.
 
     Args:
         control_plane: Carries the rounds.
-        requests: Requests of `CollectiveOrder`.
         names: Names of the parameters whose `requires_grad` are the flags.
         num_bytes: Bytes of the longest mask.
-
-    Attributes:
-        flags: `requires_grad` of the parameters on this rank; empty: they are not compared.
-        current_call: The call that all ranks make now, and its line; empty: none.
-        num_writes: Number of writes of this rank to its shards of parameters.
-        last_write: The last of these writes, and its line.
     """
 
     def __init__(
-        self, control_plane: ControlPlane, requests: Requests, names: Sequence[str], num_bytes: int
+        self, control_plane: GlooControlPlane, names: Sequence[str], num_bytes: int
     ) -> None:
         self._control_plane = control_plane
-        self._requests = requests
         self._names = list(names)
-        self.flags = b""
-        self.current_call = ""
-        self.num_writes = 0
-        self.last_write = ""
-        self._failure = ""  # text of the error of this rank while it is sent
         self._unawaited: list[Future[RoundResult]] = []  # rounds that no caller waits for
         control_plane.reserve(max(num_bytes, control_plane.size, _MAX_TEXT_BYTES))
 
     def reset(self) -> None:
+        """Drops the rounds that were not awaited. Local."""
         self._unawaited.clear()
 
-    def begin(self, vote: Vote, mask: bytes = b"", *, is_awaited: bool) -> Future[RoundResult]:
+    def begin(
+        self, vote: Vote, state: LocalState, mask: bytes = b"", *, is_awaited: bool
+    ) -> Future[RoundResult]:
         """Begins a round. If it is not awaited, a failed check aborts the waits of all ranks."""
         name = "the next forward or backward"
-        check = partial(self._check, name, self._local_actions(), not is_awaited)
+        check = partial(self._check, name, state, not is_awaited)
         pending = self._control_plane.begin_round(vote.numbers(), mask, check)
         if not is_awaited:
             self._unawaited.append(pending)
         return pending
 
     def wait(self, pending: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
-        """Waits for a round that has begun; returns its tally and its mask.
-
-        Args:
-            pending: The round.
-            name: Name of the wait, for reports.
-        """
+        """Waits, as `name`, for a round that has begun; returns its tally and its mask."""
         with self._control_plane.waiting(name):
             result = pending.result()
         return self._accept(result)
 
-    def run_round(self, vote: Vote, name: str, mask: bytes = b"") -> tuple[Tally, bytes]:
+    def run_round(
+        self, vote: Vote, state: LocalState, name: str, mask: bytes = b""
+    ) -> tuple[Tally, bytes]:
         """Runs one round: `begin`, then `wait`."""
         with self._control_plane.waiting(name):
-            check = partial(self._check, name, self._local_actions(), False)
+            check = partial(self._check, name, state, False)
             result = self._control_plane.run_round(vote.numbers(), mask, check)
         return self._accept(result)
-
-    def _local_actions(self) -> _LocalActions:
-        return _LocalActions(self.current_call, self.num_writes, self.last_write)
 
     def _accept(self, result: RoundResult) -> tuple[Tally, bytes]:
         """Raises the error of this round, or of an earlier one that was not awaited."""
@@ -214,89 +172,64 @@ class RoundClient:
                 raise error
         return Tally.of(result.numbers), result.mask
 
-    def report_failure(self, error: Exception, vote: Vote) -> None:
-        """Sends `error` to the other ranks; `vote` has this rank as `failed`.
-
-        Raises:
-            RuntimeError: The other ranks cannot be reached.
-        """
-        self._failure = f"{type(error).__name__}: {error}"
-        try:
-            check = partial(self._check, "", self._local_actions(), False)
-            with self._control_plane.waiting("the failure of this rank"):
-                result = self._control_plane.run_round(vote.numbers(), b"", check)
-        finally:
-            self._failure = ""
-        if result.error is not None:
-            raise result.error
-
     # ---------------------------------------------------------------- checks
 
     def _check(
-        self, name: str, actions: _LocalActions, aborts: bool, result: RoundResult
+        self, name: str, state: LocalState, aborts: bool, result: RoundResult
     ) -> Exception | None:
         """Finds the error of a round. Called from any thread.
 
         `aborts`: no caller may wait for the round, so an error must end all waits.
         """
         tally = Tally.of(result.numbers)
+        request = tally.request
         error: Exception | None = None
-        if tally.lowest.failed < self._control_plane.size:
-            error = self._failure_of(tally.lowest.failed)
-        elif tally.request < self._requests.begin:
+        if request.kind is RequestKind.FAILED:
+            error = self._failure_of(request.number, state.failure)
+        elif request.kind < RequestKind.BEGIN:
             if aborts:
                 error = self._control_plane.desync_error(_desync_text(name))
         elif not tally.highest.allows_uneven_calls and not tally.is_same("flags"):
-            error = self._flags_error()
-        elif self._are_desynchronized(tally):
-            text = _desync_text(name, self._describe_actions(actions))
+            error = self._flags_error(state.flags)
+        elif _are_desynchronized(tally):
+            text = _desync_text(name, self._describe(state))
             error, aborts = self._control_plane.desync_error(text), True
         if error is not None and aborts:
             self._control_plane.abort_waits(error)
         return error
 
-    def _are_desynchronized(self, tally: Tally) -> bool:
-        lowest, highest = tally
-        differs = lowest.request < highest.request or not tally.is_same("key")
-        if lowest.allows_uneven_calls != highest.allows_uneven_calls:
-            return True
-        if lowest.allows_uneven_calls:
-            return lowest.request == self._requests.barrier and differs
-        return differs or not tally.is_same("history")
-
-    def _failure_of(self, rank: int) -> Exception | None:
-        """The error of `rank`, which sends its text in one more round."""
-        text = b""
-        if rank == self._control_plane.rank:
-            text = self._failure.encode()[:_MAX_TEXT_BYTES]
-        result = self._control_plane.run_round([], text)
-        if self._failure:
+    def _failure_of(self, rank: int, own: str) -> Exception | None:
+        """The error of `rank`, which sends its text in one more round; None if it is `own`."""
+        text = own.encode()[:_MAX_TEXT_BYTES] if rank == self._control_plane.rank else b""
+        received = self._receive_text(text)
+        if own:
             return None  # this rank raises its own error
-        received = result.mask.rstrip(b"\0").decode(errors="replace")
         return self._control_plane.peer_failed_error(
             f"rank {rank} failed, and all ranks with it: {received}"
         )
 
-    def _describe_actions(self, actions: _LocalActions) -> str:
+    def _receive_text(self, text: bytes) -> str:
+        """Text of the only rank that sends one."""
+        return self._control_plane.run_round([], text).mask.rstrip(b"\0").decode(errors="replace")
+
+    def _describe(self, state: LocalState) -> str:
         """Describes what one rank did alone, if that is known; the same text on every rank."""
         rank, size = self._control_plane.rank, self._control_plane.size
         own = [
-            actions.num_writes,
-            rank - size * actions.num_writes,  # its minimum: the rank with the most writes
-            rank if actions.current_call else size,
+            state.num_writes,
+            rank - size * state.num_writes,  # its minimum: the rank with the most writes
+            rank if state.current_call else size,
         ]
         fewest, most, caller = self._control_plane.run_round(own, b"").numbers
         writes_differ = -(most // size) != fewest
         sender = most % size if writes_differ else caller
-        text = actions.last_write if writes_differ else actions.current_call
-        mask = text.encode()[:_MAX_TEXT_BYTES] if rank == sender else b""
-        result = self._control_plane.run_round([], mask)
-        received = result.mask.rstrip(b"\0").decode(errors="replace")
+        text = state.last_write if writes_differ else state.current_call
+        received = self._receive_text(text.encode()[:_MAX_TEXT_BYTES] if rank == sender else b"")
         return f"rank {sender} {received}; not every rank did. " if received else ""
 
-    def _flags_error(self) -> Exception:
+    def _flags_error(self, flags: bytes) -> Exception:
         """Names the first parameter whose `requires_grad` differs by rank."""
-        flags, run_round = self.flags, self._control_plane.run_round
+        run_round = self._control_plane.run_round
         some = run_round([], flags).mask
         others = run_round([], bytes(not flag for flag in flags)).mask
         index = next((i for i, pair in enumerate(zip(some, others, strict=True)) if all(pair)), 0)
@@ -308,6 +241,16 @@ class RoundClient:
             "order of ranks; freeze and unfreeze the same parameters on all ranks, between the "
             "same two steps."
         )
+
+
+def _are_desynchronized(tally: Tally) -> bool:
+    lowest, highest = tally
+    differs = lowest.request < highest.request or not tally.is_same("key")
+    if lowest.allows_uneven_calls != highest.allows_uneven_calls:
+        return True
+    if lowest.allows_uneven_calls:
+        return tally.request.kind is RequestKind.BARRIER and differs
+    return differs or not tally.is_same("history")
 
 
 def _desync_text(name: str, action: str = "") -> str:

@@ -14,13 +14,14 @@ The next round then compares the ranks' hashes of all batches so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.rounds import RequestKind
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.health.watchdog import DesynchronizedError
@@ -84,8 +85,8 @@ class Lockstep:
 
     Attributes:
         is_in_loop: Whether the engine is between `begin_loop` and `end_loop`.
-        barrier: `CollectiveOrder.barrier`. `pass_boundary`, `note` and `note_write` are methods of
-            `CollectiveOrder`, too.
+        barrier: `CollectiveOrder.barrier`. `pass_boundary`, `note`, `note_write` and
+            `set_stop_request` are methods of `CollectiveOrder`, too.
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
@@ -98,6 +99,7 @@ class Lockstep:
         self.pass_boundary = order.pass_boundary
         self.note = order.note
         self.note_write = order.note_write
+        self.set_stop_request = order.set_stop_request
         self.gather_objects = comm.control.gather_objects
         self._depth = 0  # nested `uneven_step`
         self._reported: BaseException | None = None  # the error that the other ranks have received
@@ -120,9 +122,7 @@ class Lockstep:
         try:
             schedule.open()
             yield
-            self._order.serve_until(
-                self._order.requests.done, "the end of uneven_calls on all ranks"
-            )
+            self._order.serve_until(RequestKind.DONE, "the end of uneven_calls on all ranks")
         except BaseException as error:
             self._report(error)
             schedule.reset()
@@ -155,7 +155,7 @@ class Lockstep:
 
     def _update_order(self) -> None:
         """Allows uneven calls if this engine is in a loop or step of them."""
-        self._order.allows_uneven_calls = self.is_in_loop or self._depth > 0
+        self._order.allow_uneven_calls(self.is_in_loop or self._depth > 0)
 
     def _report(self, error: BaseException) -> None:
         """Makes the other ranks fail, too, once for each error."""
@@ -184,7 +184,7 @@ class Lockstep:
     def end_loop(self) -> None:
         """Ends the loop; serves the other ranks until all have ended theirs. Collective."""
         if self.is_in_loop:
-            self._order.serve_until(self._order.requests.left, "the end of the loop on all ranks")
+            self._order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
             self._schedule.unsharder.reshard_all()
             self.exit_loop()
 
@@ -206,7 +206,3 @@ class Lockstep:
         """As `barrier`, but only inside a loop, which another rank may have left."""
         if self.is_in_loop or self._depth:
             self.barrier(name)
-
-    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
-        """Sets the function that returns this rank's stop request, below 2^62, or None."""
-        self._order.stop_request = stop_request

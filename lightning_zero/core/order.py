@@ -1,32 +1,32 @@
 """The collective order: which all-gather or reduction comes next, agreed on by all ranks.
 
-[Note: Collective order] Every rank issues the same all-gathers and reductions in the same order.
-These are its *events*. No rank decides an event alone. A *pass* is the work between two
-boundaries: in training a forward with its backward, otherwise a forward. A pass has a
-*key*: its kind, the parameters that train, and the pass before it.
+[Note: Collective order] Every rank issues the same all-gathers and reductions, its *events*, in the
+same order. No rank decides an event alone. A *pass* is the work between two boundaries: in training
+a forward with its backward, otherwise a forward. Its *key* is its kind, the parameters that train
+and, in training, the events of the training pass before it.
 
-* A pass with a new key is *negotiated*. A rank that needs a unit requests it in a round
-  (comm.control). The lowest request of all ranks comes first, and every rank takes part in that
+* A pass without a schedule is *negotiated*. A rank that needs a unit requests it in a round
+  (comm/rounds.py). The lowest request of all ranks comes first, and every rank takes part in that
   all-gather. The round also carries how many reductions, in `reduction_order`, every rank is ready
-  for; all ranks then issue these. A rank that has ended its pass keeps answering until all have. So
-  rounds decide all events of all ranks, and every rank logs the same ones.
-* A log that occurs twice in a row becomes the *recorded schedule* of its key, with all-gathers
-  moved ahead of the reductions before them (`hoist_all_gathers` in passes.py). A pass with a
-  schedule has no rounds: every rank replays the schedule. It issues an event when it needs it, is
-  ready for it, or needs a later one.
+  for; all ranks then issue these. A rank that has ended its pass answers until all have. So rounds
+  decide all events, and every rank logs the same ones.
+* The first log of a key in which all ranks have requested the same units becomes its *recorded
+  schedule*, with all-gathers moved ahead of reductions (`hoist_all_gathers` in passes.py); so does
+  any log that occurs twice in a row. The next pass with this key has no rounds: every rank replays
+  the schedule. It issues an event when it needs it, is ready for it, or needs a later one.
 * A rank that needs a unit which is not in the rest of its schedule issues that rest, with the
-  available gradients, and then requests the unit. The other ranks answer in the round at the end of
-  their pass. Gradients that come after their reduction are *late*: they are reduced once more,
-  after the end. Before its own backward such a rank reduces zeros; what the other ranks contributed
-  is kept separate from `.grad`, which users may zero, until the rank enters its backward. A
-  schedule that often does not fit is dropped, and the next one needs twice as many equal logs.
+  available gradients, and then requests the unit. The other ranks answer at the end of their pass.
+  Gradients that come after their reduction are *late*: they are reduced once more, after the end.
+  Before its own backward such a rank reduces zeros; what the other ranks contributed is kept
+  separate from `.grad`, which users may zero, until the rank enters its backward. A schedule that
+  does not match two passes in a row is dropped: a rank requests a unit, gradients are late, or no
+  rank uses a unit that all have unsharded.
 
 Why this does not deadlock:
 
-1. In a pass with a schedule all ranks issue its events in the order of the schedule, and all of
-   them before they enter any round that they wait for: the one that ends the pass, one within it
-   before a collective of the user's, or one with a request. In a pass without a schedule all ranks
-   issue what a round decided before they enter the next round.
+1. In a pass with a schedule all ranks issue its events in order, and all of them before they enter
+   any round that they wait for. In a pass without one all ranks issue what a round decided before
+   they enter the next round.
 2. A rank waits only for the data of events that it has issued itself. So of all ranks that wait for
    data, the one that has issued the fewest events waits for an event that all have issued, which
    completes. A collective of the user's comes after a round that all ranks have entered, so a rank
@@ -34,9 +34,10 @@ Why this does not deadlock:
 3. A rank waits for a round only when it has issued all events before that round. A rank that has
    not entered the round computes, or waits for data, which arrives by 2.
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
-   same on all ranks. A key that is predicted from earlier rounds (`RecordedSchedules`) is compared
-   in a round that is not awaited, so that desynchronized ranks are detected although some of them
-   wait for data. Any other key is compared in a round that is awaited before the first event.
+   same on all ranks. The key is compared in the round that begins the pass. Ranks wait for it
+   before the first event if others may still request units of the pass before, or if no pass had
+   this key yet: it is then compared before ranks follow schedules that differ. Otherwise they do
+   not wait, and a mismatch ends the waits of all ranks with an error.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -51,21 +52,22 @@ left takes part in the passes of the others in the same way: it issues their sch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.comm.rounds import (
-    ControlPlane,
-    Requests,
+    LocalState,
+    Request,
+    RequestKind,
     RoundClient,
     Tally,
     Vote,
     called_from,
 )
 from lightning_zero.core.passes import Pass, RecordedSchedules, hash_of
-from lightning_zero.layout.config import ZeroConfig
 
-__all__ = ["Issuer", "CollectiveOrder", "PrefetchUnit", "prefetch"]
+__all__ = ["CollectiveOrder", "Issuer"]
 
 _MAX_BOUNDARIES = 8  # between batches, without a round
 
@@ -86,12 +88,6 @@ class Issuer(Protocol):
 class CollectiveOrder:
     """Decides the next event of this rank. See [Note: Collective order]; passes.py numbers events.
 
-    A request is one integer; the lowest of all ranks comes first:
-
-        0 .. n-1       a unit, in forward, in layout order
-        n .. 2n-1      a unit, in backward, in reverse layout order
-        2n .. 2n+3     `Requests`
-
     Args:
         control_plane: Carries the rounds.
         issuer: Issues the events.
@@ -101,16 +97,13 @@ class CollectiveOrder:
         prefetch_numel: Elements to unshard before their use. None: one unit; 0: none.
 
     Attributes:
-        requests: Requests that ask for no unit.
-        stop_request: Function that returns the stop request of this rank; the lowest of all ranks
-            counts.
         allows_uneven_calls: Whether ranks may leave one after the other.
         is_issuing: Whether an event is being issued: some of its collectives are not issued yet.
     """
 
     def __init__(
         self,
-        control_plane: ControlPlane,
+        control_plane: GlooControlPlane,
         issuer: Issuer,
         *,
         numels: Sequence[int],
@@ -120,16 +113,26 @@ class CollectiveOrder:
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
-        self._num = len(numels)  # units
-        self._backward_event = self._num
+        self._backward_event = len(numels)
+        self._first_reduction = len(numels) + 1  # event of bucket 0
         self._has_units = any(numels)  # some units are sharded
-        self.requests = Requests(*range(2 * self._num, 2 * self._num + 4))
-        num_bytes = 2 * num_buckets + len(names)
-        self._rounds = RoundClient(control_plane, self.requests, names, num_bytes)
+        self._rounds = RoundClient(control_plane, names, 2 * num_buckets + len(names))
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
-        self.stop_request: Callable[[], int | None] = lambda: None
+        self._state = LocalState()
+        self._stop_request: Callable[[], int | None] = lambda: None
         self.allows_uneven_calls = False
         self.restart()
+
+    def allow_uneven_calls(self, is_allowed: bool) -> None:
+        """Sets `allows_uneven_calls`; the same on every rank. Local."""
+        self.allows_uneven_calls = is_allowed
+
+    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
+        """Sets the function that returns this rank's stop request, below 2^62, or None. Local.
+
+        The lowest of all ranks counts.
+        """
+        self._stop_request = stop_request
 
     # ---------------------------------------------------------------- after an exception
 
@@ -137,8 +140,9 @@ class CollectiveOrder:
         """Drops the open pass and all recorded schedules. Local."""
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until the result of a boundary is known
+        self._flags_hash: int | None = None
+        self._state = self._state._replace(flags=b"")
         self._rounds.reset()
-        self._set_flags(None)
         self._recorded.reset()
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
         self._has_collectives = False  # of the user's, within a pass
@@ -146,10 +150,10 @@ class CollectiveOrder:
 
     def restart(self) -> None:
         """As `reset`, on all ranks, after they have regrouped. Local."""
-        self.reset()
+        self._state = LocalState()
         self._history = 0  # hash of all calls that all ranks have made
-        self._rounds.num_writes = 0
         self._received_stop_request: int | None = None
+        self.reset()
 
     def flush_schedule(self) -> None:
         """Issues the rest of the schedule. Collective.
@@ -170,17 +174,20 @@ class CollectiveOrder:
             RuntimeError: The other ranks cannot be reached.
         """
         self._finish_pass()
-        vote = self._vote(-1, None)._replace(failed=self._control_plane.rank)
-        self._rounds.report_failure(error, vote)
+        request = Request(RequestKind.FAILED, self._control_plane.rank)
+        state = self._state._replace(failure=f"{type(error).__name__}: {error}")
+        self._rounds.run_round(self._vote(request), state, "the failure of this rank")
 
     # ---------------------------------------------------------------- passes
 
     @property
     def is_training(self) -> bool:
+        """Whether the open pass has a backward."""
         return self._pass is not None and self._pass.is_training
 
     @property
     def _is_synchronized(self) -> bool:
+        """Whether no rank is in a pass that this rank has ended."""
         return self._pass is None and self._ended is None and not self.allows_uneven_calls
 
     def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
@@ -190,28 +197,22 @@ class CollectiveOrder:
             kind: Kind of the pass, the same on every rank.
             flags: `requires_grad` of the parameters; None: the pass has no backward.
         """
-        was_synchronized, is_predicted = self._is_synchronized, False
+        is_synchronized = self._is_synchronized
         self._finish_pass()
-        self._set_flags(flags)
-        if flags is None:
-            key = hash_of(kind)
-        else:
-            key = hash_of(kind, self._flags_hash, self._recorded.last_log)
-            is_predicted = was_synchronized and self._recorded.predict_next_key() == key
-            self._recorded.add_key(key)
-        one = self._pass = Pass(key, flags is not None, is_begun=False)
-        vote = self._vote(self.requests.begin, key)
-        one.pending = self._rounds.begin(vote, is_awaited=not is_predicted)
-        if is_predicted:
-            one.is_begun = True
+        self._state = self._state._replace(flags=bytes(flags or ()))
+        self._flags_hash = None if flags is None else hash_of(self._state.flags)
+        key = one_kind = hash_of(kind, self._flags_hash)
+        if flags is not None:
+            key = self._recorded.training_key(one_kind)
+        one = self._pass = Pass(one_kind, key, flags is not None)
+        one.is_begun = is_synchronized and one.is_training and self._recorded.is_known(key)
+        vote = self._vote(Request(RequestKind.BEGIN), key)
+        one.pending = self._rounds.begin(vote, self._state, is_awaited=not one.is_begun)
+        if one.is_begun:
             one.schedule = self._recorded.schedule_of(key)
 
-    def _set_flags(self, flags: Sequence[bool] | None) -> None:
-        self._rounds.flags = bytes(flags or ())
-        self._flags_hash = None if flags is None else hash_of(self._rounds.flags)
-
     def wait_for_begin(self) -> None:
-        """Waits until all ranks have begun this pass, unless its key was predicted."""
+        """Waits until all ranks have begun this pass, unless all have run one with its key."""
         if self._pass is not None:
             self._wait_for_begin()
 
@@ -219,22 +220,22 @@ class CollectiveOrder:
         """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
         one = self._pass
         if one is None:
-            one = self._pass = Pass(None)
+            one = self._pass = Pass()
         if one.is_begun:
             return one
         assert one.pending is not None
         name = "the beginning of a pass"
         tally, _ = self._rounds.wait(one.pending, name)
-        while tally.request < self.requests.begin:
+        while tally.request.kind < RequestKind.BEGIN:
             self._execute(tally)
-            tally = self._run_round(self.requests.begin, one.key, name)
+            tally = self._run_round(Request(RequestKind.BEGIN), name, one.key)
         self._record(tally)
         one.is_begun = True
         one.log.clear()  # of a pass that failed on this rank first, and on others later
-        one.has_logged_backward = False
+        one.is_alike = True
         if not tally.is_same("key"):
             one.key = None
-        if one.is_recorded:
+        if one.schedule is None:
             one.schedule = self._recorded.schedule_of(one.key)
         return one
 
@@ -249,14 +250,14 @@ class CollectiveOrder:
             reduction_order: Buckets to reduce, in order, if there is no schedule; the same on every
                 rank.
         """
-        if not self.is_training or bytes(flags) != self._rounds.flags:
+        if not self.is_training or bytes(flags) != self._state.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
         if not one.reduction_order:
             one.reduction_order = list(reduction_order)
         if not self._has_units and one.schedule is None:
-            one.schedule, one.is_recorded = tuple(map(self._reduction, reduction_order)), False
+            one.schedule = tuple([self._first_reduction + bucket for bucket in reduction_order])
         elif not one.in_backward:
             self._advance_past(one, self._backward_event)
         one.in_backward = True
@@ -272,16 +273,14 @@ class CollectiveOrder:
             What any rank has touched.
         """
         self._finish_pass()
-        vote, name = self._vote(self.requests.done, None), "the end of the backward on all ranks"
-        pending = self._rounds.begin(vote, mask(), is_awaited=True)
+        request, name = Request(RequestKind.DONE), "the end of the backward on all ranks"
+        pending = self._rounds.begin(self._vote(request), self._state, mask(), is_awaited=True)
         finish()
         tally, touched = self._rounds.wait(pending, name)
-        while True:
+        while tally.request.kind < RequestKind.DONE:
             self._execute(tally)
-            if tally.request >= self.requests.done:
-                break
-            vote = self._vote(self.requests.done, None)
-            tally, touched = self._rounds.run_round(vote, name, mask())
+            tally, touched = self._rounds.run_round(self._vote(request), self._state, name, mask())
+        self._execute(tally)
         self._received_stop_request, self._num_boundaries = tally.stop_request, 0
         self._result = tally
         return touched
@@ -289,19 +288,17 @@ class CollectiveOrder:
     def conclude_backward(self, *, is_complete: bool) -> None:
         """Records the pass, after `finalize_backward`.
 
-        `is_complete`: all touched gradients had been reduced before; the same on every rank.
+        `is_complete`: all touched gradients had been reduced before, in the order of the next
+        backward; the same on every rank.
         """
-        if not is_complete and self._ended is not None and self._ended.schedule is None:
-            self._ended.key = None  # its log lacks the reductions that follow
         self._record(self._result, is_incomplete=not is_complete)
 
     def _finish_pass(self) -> None:
         """Issues the rest of the schedule, at the end of the pass on this rank."""
-        if self._pass is None:
-            return
-        one = self._wait_for_begin()
-        self._advance(one.num_scheduled)
-        self._ended, self._pass = one, None
+        if self._pass is not None:
+            one = self._wait_for_begin()
+            self._advance(len(one.schedule or ()))
+            self._ended, self._pass = one, None
 
     def _record(self, tally: Tally, *, is_incomplete: bool = False) -> None:
         """Records the pass that a boundary has ended, the same on every rank."""
@@ -310,9 +307,6 @@ class CollectiveOrder:
             self._recorded.record(one, tally, is_incomplete=is_incomplete)
 
     # ---------------------------------------------------------------- events
-
-    def _reduction(self, bucket: int) -> int:
-        return self._backward_event + 1 + bucket
 
     def mark_used(self, unit: int, *, may_repeat: bool) -> None:
         """Notes that this rank uses `unit` now, and opens a pass if none is open.
@@ -323,7 +317,7 @@ class CollectiveOrder:
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = Pass(None)  # a pass in which no other rank takes part
+            self._pass = Pass()  # a pass in which no other rank takes part
         if may_repeat and unit in self._pass.used and unit not in self._pass.upcoming():
             self.begin("another forward of a step")
         self._pass.used.add(unit)
@@ -338,9 +332,9 @@ class CollectiveOrder:
             if self._advance_past(one, unit, is_needed=True):
                 return
             one.has_deviated = True
-            self._advance(one.num_scheduled)
-        request = 2 * self._num - 1 - unit if is_backward else unit
-        tally = self._run_round(request, None, f"the all-gather of unit {unit}")
+            self._advance(len(one.schedule))
+        kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
+        tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
         self._execute(tally, is_kept=True)
 
     def mark_ready(self, bucket: int) -> None:
@@ -351,14 +345,18 @@ class CollectiveOrder:
 
     def _reduce_ready(self, one: Pass) -> None:
         """Issues reductions that are next in the schedule and ready."""
-        while (event := one.next) is not None and event - self._backward_event - 1 in one.ready:
+        schedule, first = one.schedule or (), self._first_reduction
+        while one.cursor < len(schedule) and schedule[one.cursor] - first in one.ready:
             self._advance(one.cursor + 1)
 
     @property
     def next_unit(self) -> int | None:
         """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
-        event = None if self._pass is None else self._pass.next
-        return None if event is None or event >= self._backward_event else event
+        one = self._pass
+        if one is None or one.schedule is None or one.cursor >= len(one.schedule):
+            return None
+        event = one.schedule[one.cursor]
+        return event if event < self._backward_event else None
 
     def prefetch(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
@@ -374,12 +372,10 @@ class CollectiveOrder:
     def is_last_of_forward(self, unit: int) -> bool:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
         one = self._pass
-        if one is None or one.schedule is None or one.in_backward:
+        if one is None or one.in_backward or one.upcoming()[:1] != (self._backward_event,):
             return False
-        if one.next != self._backward_event:
-            return False
-        units = (e for e in reversed(one.schedule[: one.cursor]) if e < self._backward_event)
-        return next(units, None) == unit
+        issued = reversed((one.schedule or ())[: one.cursor])
+        return next((event for event in issued if event < self._backward_event), None) == unit
 
     def _advance_past(self, one: Pass, event: int, *, is_needed: bool = False) -> bool:
         """Issues the schedule up to `event`, included, if it is still to come."""
@@ -390,79 +386,85 @@ class CollectiveOrder:
 
     def _advance(self, stop: int, *, is_needed: bool = False) -> None:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
-        one = self._wait_for_begin()
+        one = self._pass
+        assert one is not None
         while one.schedule is not None and one.cursor < stop:
             event = one.schedule[one.cursor]
             one.cursor += 1
             is_kept = is_needed and one.cursor == stop
             if event < self._backward_event:
                 one.has_unused_gathers |= not is_kept
-            elif event > self._backward_event and event - self._backward_event - 1 not in one.ready:
-                one.has_deviated = True
-            self._issue(event, is_kept=is_kept)
+            self._issue(one, event, is_kept=is_kept)
 
-    def _issue(self, event: int, *, is_kept: bool = False) -> None:
-        one = self._ended or self._pass
-        if one is not None:
-            one.record(event)
+    def _issue(self, one: Pass | None, event: int, *, is_kept: bool = False) -> None:
+        """Issues an event of pass `one`."""
         self.is_issuing = True
+        bucket = event - self._first_reduction
+        if one is not None:
+            one.log.append(event)
         if event < self._backward_event:
             self._issuer.issue_unshard(event, is_kept=is_kept)
-        elif event > self._backward_event:
+        elif bucket >= 0:
             if one is not None:
-                one.reduced.append(event - self._backward_event - 1)
-            self._issuer.issue_reduction(event - self._backward_event - 1)
+                one.reduced.append(bucket)
+            self._issuer.issue_reduction(bucket)
         self.is_issuing = False
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round decided: reductions that all are ready for, then the all-gather."""
-        one, lowest, num_ready = self._ended or self._pass, tally.request, tally.lowest.num_ready
-        is_unit = lowest < self.requests.begin
+        one, request, num_ready = self._ended or self._pass, tally.request, tally.lowest.num_ready
+        is_unit = request.kind < RequestKind.BEGIN
+        if one is not None and is_unit:
+            one.is_alike &= tally.lowest.request == tally.highest.request
         if one is not None and one.schedule is None:
-            is_backward = (is_unit and lowest >= self._num) or num_ready
-            if is_backward and not one.has_logged_backward:
+            is_backward = request.kind is RequestKind.BACKWARD or num_ready
+            if is_backward and self._backward_event not in one.log:
                 one.log.append(self._backward_event)  # where all ranks have begun backward
-                one.has_logged_backward = True
             while len(one.reduced) < min(num_ready, len(one.reduction_order)):
-                self._issue(self._reduction(one.reduction_order[len(one.reduced)]))
+                self._issue(one, self._first_reduction + one.reduction_order[len(one.reduced)])
         if is_unit:
-            unit = lowest if lowest < self._num else 2 * self._num - 1 - lowest
-            self._issue(unit, is_kept=is_kept)
+            self._issue(one, request.number, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
 
-    def serve_until(self, request: int, name: str) -> None:
-        """Takes part in what other ranks request, until no rank is before `request`."""
-        call_hash = hash_of(name) if request == self.requests.barrier else None
-        self._rounds.current_call = ""
-        if call_hash is not None:
-            self._rounds.current_call = f"reached {name}, {called_from()}"
-        one, rest = self._pass, None
-        if one is not None and one.is_training and call_hash is not None:
-            rest = Pass(hash_of(one.key or 0, call_hash), is_training=True)  # after the barrier
-            rest.in_backward, rest.ready = one.in_backward, one.ready
+    def serve_until(self, kind: RequestKind, name: str) -> None:
+        """Takes part in what other ranks request, until no rank is before request `kind`."""
+        is_barrier = kind is RequestKind.BARRIER
+        call_hash = hash_of(name) if is_barrier else None
+        self._set_call(name if is_barrier else "")
+        one = self._pass
         self._finish_pass()
         while True:
-            tally = self._run_round(request, call_hash, name)
+            tally = self._run_round(Request(kind), name, call_hash)
             self._execute(tally)
-            if tally.request < self.requests.begin:
+            if tally.request.kind < RequestKind.BEGIN:
                 continue
             self._record(tally)
-            if tally.request >= request:
+            if tally.request.kind >= kind:
                 break
-            if tally.request == self.requests.begin:  # others begin a pass: follow it
+            if tally.request.kind is RequestKind.BEGIN:  # others begin a pass: follow it
                 key = tally.lowest.key if tally.is_same("key") else None
-                self._pass = Pass(key, schedule=self._recorded.schedule_of(key))
+                self._pass = Pass(key=key, schedule=self._recorded.schedule_of(key))
                 self._finish_pass()
-        self._rounds.current_call = ""
-        if call_hash is not None:
-            self._history = hash_of(self._history, call_hash)
-        if rest is not None and one is not None:
-            rest.schedule = self._recorded.schedule_of(rest.key)
-            reduced = one.reduced
-            rest.reduction_order = [b for b in one.reduction_order if b not in reduced]
-            self._pass = rest
+        self._set_call("")
         self._received_stop_request = tally.stop_request
+        if is_barrier:
+            self.note(name)
+            if one is not None and one.is_training:
+                self._pass = self._rest_of(one, hash_of(one.kind, call_hash))
+
+    def _rest_of(self, one: Pass, kind: int) -> Pass:
+        """The rest of a training pass after a barrier, as a pass of its own."""
+        rest = Pass(kind, self._recorded.training_key(kind), is_training=True)
+        rest.schedule = self._recorded.schedule_of(rest.key)
+        rest.in_backward, rest.ready = one.in_backward, one.ready
+        rest.reduction_order = [b for b in one.reduction_order if b not in one.reduced]
+        return rest
+
+    def _set_call(self, name: str) -> None:
+        """Sets the call that all ranks make now, for the text of an error."""
+        text = f"reached {name}, {called_from()}" if name else ""
+        self._state = self._state._replace(current_call=text)
 
     @property
     def expects_collectives(self) -> bool:
@@ -478,7 +480,7 @@ class CollectiveOrder:
     def barrier_before_collective(self, name: str) -> None:
         """As `barrier`, before a collective of the user's within a pass."""
         self._has_collectives = True
-        self.serve_until(self.requests.barrier, name)
+        self.barrier(name)
 
     def close_pass(self, name: str) -> None:
         """Runs `barrier` and ends the pass if one is open. Collective.
@@ -486,25 +488,27 @@ class CollectiveOrder:
         Called before collectives that are not part of a pass.
         """
         if self._pass is not None or self._ended is not None:
-            self.serve_until(self.requests.barrier, name)
+            self.barrier(name)
             self._pass = None
 
     def announce_collective(self, name: str) -> None:
         """As `barrier`, before a collective of all ranks; does not wait if no pass is open."""
         if not self._is_synchronized:
-            self.serve_until(self.requests.barrier, name)
+            self.barrier(name)
             return
-        call_hash = hash_of(name)
-        self._rounds.current_call = f"reached {name}, {called_from()}"
-        self._rounds.begin(self._vote(self.requests.barrier, call_hash), is_awaited=False)
-        self._rounds.current_call = ""
-        self._history = hash_of(self._history, call_hash)
+        self._set_call(name)
+        vote = self._vote(Request(RequestKind.BARRIER), hash_of(name))
+        self._rounds.begin(vote, self._state, is_awaited=False)
+        self._set_call("")
+        self.note(name)
 
     def note_write(self, name: str) -> None:
         """As `note`: all ranks write to their shards of parameter `name`. Local."""
         self.note(f"write to {name}")
-        self._rounds.num_writes += 1
-        self._rounds.last_write = f"wrote to parameter {name}, {called_from()}"
+        self._state = self._state._replace(
+            num_writes=self._state.num_writes + 1,
+            last_write=f"wrote to parameter {name}, {called_from()}",
+        )
 
     def note(self, name: str) -> None:
         """Adds the call `name` of all ranks to their history, which rounds compare. Local."""
@@ -520,7 +524,7 @@ class CollectiveOrder:
         if self._control_plane.size > 1 and is_recent:
             self.note(name)
         else:
-            self.serve_until(self.requests.barrier, name)
+            self.barrier(name)
             self._num_boundaries = 0
         stop_request, self._received_stop_request = self._received_stop_request, None
         return stop_request
@@ -530,73 +534,27 @@ class CollectiveOrder:
 
         Collective. Until then this rank serves the requests of the others.
         """
-        self.serve_until(self.requests.barrier, name)
+        self.serve_until(RequestKind.BARRIER, name)
         return self._received_stop_request
 
     # ---------------------------------------------------------------- rounds
 
-    def _vote(self, request: int, key: int | None) -> Vote:
-        one = self._ended or self._pass
-        num_ready = 0
-        if one is not None:
-            is_all = one.schedule is not None or request >= self.requests.done
-            num_ready = len(one.reduction_order) if is_all else one.num_ready
-        is_compared = self.requests.begin <= request <= self.requests.done
-        is_compared = is_compared and not self.allows_uneven_calls
+    def _vote(self, request: Request, key: int | None = None) -> Vote:
+        one = self._ended or self._pass or Pass()
+        is_all = one.schedule is not None or request.kind >= RequestKind.DONE
+        is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
+        is_compared = is_boundary and not self.allows_uneven_calls
         return Vote(
-            request,
+            request.pack(),
             key,
-            num_ready,
+            len(one.reduction_order) if is_all else one.num_ready,
             self._flags_hash if is_compared else None,
             self._history if is_compared else None,
-            self.stop_request(),
-            has_deviated=one is not None and one.has_deviated,
-            has_unused_gathers=one is not None and one.has_unused_gathers,
-            allows_uneven_calls=self.allows_uneven_calls,
-            failed=self._control_plane.size,
+            self._stop_request(),
+            one.has_deviated,
+            one.has_unused_gathers,
+            self.allows_uneven_calls,
         )
 
-    def _run_round(self, request: int, key: int | None, name: str) -> Tally:
-        return self._rounds.run_round(self._vote(request, key), name)[0]
-
-
-class PrefetchUnit(Protocol):
-    """Part of a unit that `prefetch` uses."""
-
-    numel: int  # of all its sharded buckets, padding included
-    stays_unsharded: bool  # until the end of the step, as the root does
-
-
-def prefetch(
-    order: CollectiveOrder,
-    units: Sequence[PrefetchUnit],
-    unsharded: Collection[PrefetchUnit],
-    config: ZeroConfig,
-    num_prefetched: int,
-) -> None:
-    """Unshards the next units of the schedule, as far as the settings allow.
-
-    The engine and the planner share these rules.
-
-    Args:
-        order: Decides which unit comes next.
-        units: All units, by number.
-        unsharded: Units that are unsharded, or whose all-gather is in flight.
-        config: Settings of the engine.
-        num_prefetched: Elements that have been unsharded before their use.
-    """
-    if not config.overlap_comm:
-        return
-    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
-    while (index := order.next_unit) is not None:
-        unit = units[index]
-        num_prefetched += unit.numel
-        if unit in unsharded:
-            return  # it may be in use, and be used once more
-        if budget is None and len([one for one in unsharded if not one.stays_unsharded]) > 1:
-            return  # at most one is prefetched
-        if budget is not None and num_prefetched > budget:
-            return
-        if limit is not None and sum([one.numel for one in unsharded]) + unit.numel > limit:
-            return
-        order.prefetch()
+    def _run_round(self, request: Request, name: str, key: int | None = None) -> Tally:
+        return self._rounds.run_round(self._vote(request, key), self._state, name)[0]

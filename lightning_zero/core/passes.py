@@ -9,65 +9,46 @@ An event is one integer. With n units it means:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import accumulate, islice, takewhile
+from itertools import accumulate, takewhile
 
-from lightning_zero.comm.rounds import RoundResult, Tally
+from lightning_zero.comm.control import RoundResult
+from lightning_zero.comm.rounds import Tally
 
-__all__ = ["RecordedSchedules", "Pass", "hash_of", "hoist_all_gathers"]
+__all__ = ["Pass", "RecordedSchedules", "hash_of", "hoist_all_gathers"]
 
-_MIN_EQUAL = 2  # equal logs that make a schedule
-_MAX_EQUAL = 64
-# Trust in a new schedule. A pass that deviates from it costs 4, unused all-gathers cost 1.
-_TRUST, _MAX_TRUST = 4, 8
-_CONTEXTS = (8, 4, 2, 1)  # numbers of passes from which the next one is predicted
+_MAX_MISMATCHES = 2  # passes in a row that do not match a schedule, which is then dropped
 _MAX_LOGGED = 100_000  # events
-_MAX_KEYS = 1000  # where every pass has a new key, no recording would be used again
+_MAX_KEYS = 1000  # where every pass has a new key, no schedule would be used again
 
 
 @dataclass
 class Pass:
     """Progress of this rank through one pass."""
 
-    key: int | None  # None: the pass is not recorded
+    kind: int = 0  # hash of the kind and of the parameters that train
+    key: int | None = None  # None: the pass is not recorded
     is_training: bool = False
     schedule: tuple[int, ...] | None = None  # events to issue, in order
-    is_recorded: bool = True  # the schedule comes from logs
+    cursor: int = 0  # index of the next event of the schedule
     pending: Future[RoundResult] | None = None  # the round that begins the pass
     is_begun: bool = True  # that round has ended, or need not end before the first event
-    cursor: int = 0  # index of the next event of the schedule
     log: list[int] = field(default_factory=list)  # events issued
     in_backward: bool = False
-    has_logged_backward: bool = False
     reduction_order: list[int] = field(default_factory=list)  # buckets, without a schedule
     ready: set[int] = field(default_factory=set)  # buckets with all their gradients
     reduced: list[int] = field(default_factory=list)  # buckets
     used: set[int] = field(default_factory=set)  # units
+    is_alike: bool = True  # all ranks have requested the same units
     has_deviated: bool = False
     has_unused_gathers: bool = False
 
-    def record(self, event: int) -> None:
-        """Appends an event that is issued to the log."""
-        if len(self.log) < _MAX_LOGGED:
-            self.log.append(event)
-
-    def upcoming(self) -> Iterator[int]:
+    def upcoming(self) -> tuple[int, ...]:
         """Events of the schedule that have not been issued."""
-        return islice(self.schedule or (), self.cursor, None)
-
-    @property
-    def next(self) -> int | None:
-        """The first event of `upcoming`."""
-        if self.schedule is None or self.cursor >= len(self.schedule):
-            return None
-        return self.schedule[self.cursor]
-
-    @property
-    def num_scheduled(self) -> int:
-        return len(self.schedule or ())
+        return self.schedule[self.cursor :] if self.schedule else ()
 
     @property
     def num_ready(self) -> int:
@@ -80,11 +61,9 @@ class Pass:
 class _Recording:
     """Recorded schedule of one pass key."""
 
-    log: tuple[int, ...] = ()  # of the last pass
-    num_equal: int = 0  # passes in a row with this log
-    num_needed: int = _MIN_EQUAL
+    digest: int | None = None  # hash of the log of the last pass without a schedule
     schedule: tuple[int, ...] | None = None
-    trust: int = _TRUST
+    num_mismatches: int = 0  # in a row
 
 
 class RecordedSchedules:
@@ -93,72 +72,77 @@ class RecordedSchedules:
     Args:
         numels: Elements of each unit.
         prefetch_numel: See `hoist_all_gathers`.
-
-    Attributes:
-        last_log: Hash of the events of the last training pass.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
         self._numels = numels
+        self._has_units = any(numels)
         self._prefetch_numel = prefetch_numel
         self.reset()
 
     def reset(self) -> None:
+        """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
-        self._next_key: dict[tuple[int, ...], int] = {}  # by the keys of the passes before
-        self._context: tuple[int, ...] = ()
-        self.last_log = 0
+        self._known: set[int] = set()  # keys of passes that all ranks have run
+        self._last = 0  # hash of the last training pass; 0: there was none
+
+    def training_key(self, kind: int) -> int:
+        """Key of a training pass of this kind that begins now."""
+        return hash_of(kind, self._last)
+
+    def is_known(self, key: int) -> bool:
+        """Whether all ranks have run a pass with this key."""
+        return key in self._known
 
     def schedule_of(self, key: int | None) -> tuple[int, ...] | None:
+        """The recorded schedule of `key`; None: there is none."""
         recording = self._recordings.get(key) if key is not None else None
         return recording.schedule if recording is not None else None
 
-    def predict_next_key(self) -> int | None:
-        """The key that followed the longest known sequence of the latest keys."""
-        keys = (self._next_key.get(self._context[-length:]) for length in _CONTEXTS)
-        return next((key for key in keys if key is not None), None)
-
-    def add_key(self, key: int) -> None:
-        """Adds the key of a training pass that begins now."""
-        if len(self._next_key) > _MAX_KEYS:
-            self._next_key.clear()
-        for length in _CONTEXTS:
-            self._next_key[self._context[-length:]] = key
-        self._context = (*self._context, key)[-_CONTEXTS[0] :]
-
     def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
         """Records a pass that has ended; called at a boundary."""
-        log = tuple(one.log) if one.is_recorded else ()
-        if len(self._recordings) > _MAX_KEYS:
+        if one.key is None:
+            return
+        if max(len(self._recordings), len(self._known)) > _MAX_KEYS:
             self._recordings.clear()
-        recording = _Recording()
-        if one.key is not None:
-            recording = self._recordings.setdefault(one.key, recording)
-        digest, is_as_last = hash_of(log if one.schedule is None else recording.log), False
+            self._known.clear()
+        self._known.add(one.key)
+        last = one.kind
+        if self._has_units:
+            if one.schedule is None and is_incomplete:
+                return  # its log lacks the reductions that follow
+            last = self._record_log(one, tally, is_incomplete=is_incomplete)
         if one.is_training:
-            self.last_log, is_as_last = digest, digest == self.last_log
-        if one.key is None or not one.is_recorded or len(log) >= _MAX_LOGGED:
-            return
+            self._last = last
+
+    def _record_log(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> int:
+        """Adopts or judges the schedule of a pass; returns the hash of its log.
+
+        A log is adopted if it is the first of its key, and alike on all ranks, or if it repeats.
+        """
+        assert one.key is not None
+        recording = self._recordings.setdefault(one.key, _Recording())
+        digest = hash_of(one.log)
         if one.schedule is None:
-            if log == recording.log:
-                recording.num_equal += 1
-            else:
-                recording.num_equal = 2 if is_as_last else 1
-            recording.log = log
-            if recording.num_equal >= recording.num_needed:
+            is_first = recording.digest is None and one.is_alike
+            if (is_first or recording.digest == digest) and len(one.log) < _MAX_LOGGED:
+                log = tuple(one.log)
                 recording.schedule = hoist_all_gathers(log, self._numels, self._prefetch_numel)
-                recording.trust = _TRUST
-            return
-        if tally.highest.has_deviated or is_incomplete:  # on any rank
-            change = -4
-        elif tally.lowest.has_unused_gathers:  # on all ranks
-            change = -1
-        else:
-            change = 1
-        recording.trust = min(recording.trust + change, _MAX_TRUST)
-        if recording.trust < 0:
-            recording.schedule, recording.log, recording.num_equal = None, (), 0
-            recording.num_needed = min(2 * recording.num_needed, _MAX_EQUAL)
+                recording.num_mismatches = 0
+            recording.digest = digest
+            if one.is_training and not self._last:  # an equal pass is likely to follow
+                self._recordings[hash_of(one.kind, digest)] = recording
+            return digest
+        has_deviated = tally.highest.has_deviated or is_incomplete  # on any rank
+        has_unused_gathers = tally.lowest.has_unused_gathers  # on all ranks
+        is_mismatch = has_deviated or has_unused_gathers
+        recording.num_mismatches = recording.num_mismatches + 1 if is_mismatch else 0
+        if recording.num_mismatches == _MAX_MISMATCHES:
+            recording.schedule = None
+        # A pass that has matched on some rank counts as the recorded one.
+        if tally.lowest.has_deviated or recording.digest is None:
+            return digest
+        return recording.digest
 
 
 def hoist_all_gathers(

@@ -180,7 +180,8 @@ class Reducer:
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
-        self._order.conclude_backward(is_complete=not remaining)
+        is_next = self._agree_on_sequence()
+        self._order.conclude_backward(is_complete=is_next and not remaining)
         for bucket in remaining:
             self._reduce(bucket)
         self.finish()
@@ -189,17 +190,21 @@ class Reducer:
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
-        self._agree_on_sequence()
         return touched
 
-    def _agree_on_sequence(self) -> None:
-        """Fixes the order of reductions once: rank 0's order of completion. Collective."""
+    def _agree_on_sequence(self) -> bool:
+        """Fixes the order of reductions once: rank 0's order of completion. Collective.
+
+        Returns whether the next backward reduces in the order of this one.
+        """
+        former = self._sequence
         if not self._is_sequence_agreed and self.ends_step:
             own = [self._numbers[bucket] for bucket in dict.fromkeys(self._completed)]
             first = [self._buckets[index] for index in self._comm.control.broadcast_object(own)]
             others = [bucket for bucket in self._sequence if bucket not in first]
             self._sequence = first + others
             self._is_sequence_agreed = True
+        return self._sequence == former
 
     def before_step(self) -> None:
         """Before an optimizer's step: completes the means. Collective."""

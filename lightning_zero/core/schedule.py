@@ -232,7 +232,7 @@ class Schedule:
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
-                unit.is_saved_for_backward |= torch.is_grad_enabled()
+                unit.save_for_backward()
         self._intercept_collectives()
 
     def begin_pass(self) -> None:
@@ -319,7 +319,7 @@ class Schedule:
         """Unshards `unit` before its module's forward."""
         self._last_used = unit.name
         self.unsharder.unshard(unit)
-        unit.is_saved_for_backward |= torch.is_grad_enabled()
+        unit.save_for_backward()
         self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_forward |= torch.is_grad_enabled()
 
@@ -377,7 +377,7 @@ class Schedule:
         self._has_forward |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
-        unit.is_saved_for_backward |= torch.is_grad_enabled()
+        unit.save_for_backward()
 
     # ---------------------------------------------------------------- backward
 

@@ -5,19 +5,20 @@ core/order.py decides in which order they are unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.order import CollectiveOrder, prefetch
+from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "Unsharder", "Unit"]
+__all__ = ["Call", "PrefetchUnit", "Unit", "Unsharder", "prefetch"]
 
 
 class Call:
@@ -109,6 +110,11 @@ class Unit:
         for bucket in self.buckets:
             bucket.is_saved_for_backward = value
 
+    def save_for_backward(self) -> None:
+        """Notes that the graph saves views of the parameters, if gradients are recorded."""
+        if torch.is_grad_enabled():
+            self.is_saved_for_backward = True
+
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
         return any(bucket.aliases(tensor) for bucket in self.buckets)
@@ -188,9 +194,8 @@ class Unsharder:
 
     def prefetch(self) -> None:
         """Unshards the next units, as far as the settings allow."""
-        if self._order.next_unit is not None:
-            ahead = sum([unit.numel for unit in self._unclaimed])
-            prefetch(self._order, self.units, self._unsharded, self._config, ahead)
+        ahead = sum([unit.numel for unit in self._unclaimed]) if self._unclaimed else 0
+        prefetch(self._order, self.units, self._unsharded, self._config, ahead)
         if self._reads_files:
             self._read_ahead()
 
@@ -231,3 +236,45 @@ class Unsharder:
         for unit in self.units:
             unit.num_awaited = 0
             unit.entered.clear()
+
+
+class PrefetchUnit(Protocol):
+    """Part of a unit that `prefetch` uses."""
+
+    numel: int  # of all its sharded buckets, padding included
+    stays_unsharded: bool  # until the end of the step, as the root does
+
+
+def prefetch(
+    order: CollectiveOrder,
+    units: Sequence[PrefetchUnit],
+    unsharded: Collection[PrefetchUnit],
+    config: ZeroConfig,
+    num_prefetched: int,
+) -> None:
+    """Unshards the next units of the schedule, as far as the settings allow.
+
+    The engine and the planner share these rules.
+
+    Args:
+        order: Decides which unit comes next.
+        units: All units, by number.
+        unsharded: Units that are unsharded, or whose all-gather is in flight.
+        config: Settings of the engine.
+        num_prefetched: Elements that have been unsharded before their use.
+    """
+    if not config.overlap_comm:
+        return
+    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
+    while (index := order.next_unit) is not None:
+        unit = units[index]
+        num_prefetched += unit.numel
+        if unit in unsharded:
+            return  # it may be in use, and be used once more
+        if budget is None and len([one for one in unsharded if not one.stays_unsharded]) > 1:
+            return  # at most one is prefetched
+        if budget is not None and num_prefetched > budget:
+            return
+        if limit is not None and sum([one.numel for one in unsharded]) + unit.numel > limit:
+            return
+        order.prefetch()

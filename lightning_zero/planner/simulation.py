@@ -16,9 +16,11 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import cast
 
-from lightning_zero.comm.rounds import RoundCheck, RoundResult
-from lightning_zero.core.order import CollectiveOrder, prefetch
+from lightning_zero.comm.control import GlooControlPlane, RoundCheck, RoundResult
+from lightning_zero.core.order import CollectiveOrder
+from lightning_zero.core.unit import prefetch
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import MAX_GRADS_IN_FLIGHT
 from lightning_zero.layout.plan import BucketPlan, Plan, UnitPlan
@@ -205,7 +207,7 @@ class StepSimulation:
             for slot in bucket.layout.slots
         }
         self._order = CollectiveOrder(
-            _LocalControlPlane(),
+            cast("GlooControlPlane", _LocalControlPlane()),
             self,
             numels=[unit.numel for unit in self._list],
             num_buckets=len(self._buckets),

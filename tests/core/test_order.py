@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.comm.rounds import RoundResult
+from lightning_zero.comm.control import RoundResult
+from lightning_zero.comm.rounds import Request, RequestKind
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.passes import hoist_all_gathers
 
@@ -262,11 +263,11 @@ class Rank:
 
     def evaluate(self, passes):
         """A loop with any number of forwards."""
-        self.order.allows_uneven_calls = True
+        self.order.allow_uneven_calls(True)
         for units in passes:
             self.evaluate_once(units)
-        self.order.serve_until(self.order.requests.left, "the end of the loop")
-        self.order.allows_uneven_calls = False
+        self.order.serve_until(RequestKind.LEFT, "the end of the loop")
+        self.order.allow_uneven_calls(False)
 
 
 MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]
@@ -325,6 +326,51 @@ def test_ranks_with_equal_passes_soon_wait_only_for_the_last_round(mode):
     assert (
         run(4, 0, mode) == [0] * 4
     )  # the round of the last boundary is complete when it is awaited
+
+
+def _awaited_by_step(size, units_by_step):
+    """Rounds that rank 0 waits for in each step, where all ranks use the same units."""
+    world = World(size, random.Random(0))
+    awaited = []
+
+    def program(rank):
+        one = Rank(world, rank)
+        for units in units_by_step:
+            before = one.control_plane.num_awaited
+            one.step(units)
+            one.change()
+            if not rank:
+                awaited.append(one.control_plane.num_awaited - before)
+
+    world.run(program)
+    return awaited
+
+
+def test_the_first_pass_that_all_ranks_run_alike_is_recorded():
+    first, *others = _awaited_by_step(3, [range(NUM_UNITS)] * 4)
+    assert first >= NUM_UNITS
+    assert others == [0] * 3
+
+
+def test_passes_that_alternate_are_recorded():
+    awaited = _awaited_by_step(3, [[0, 1, 2], [3, 2, 4]] * 8)
+    assert awaited[-4:] == [0] * 4
+
+
+def test_a_schedule_that_does_not_match_is_dropped_and_another_one_recorded():
+    awaited = _awaited_by_step(3, [range(NUM_UNITS)] * 3 + [[4, 2, 0, 1, 3]] * 5)
+    assert awaited[2] == 0 < awaited[3]
+    assert awaited[-1] == 0
+
+
+@pytest.mark.parametrize("kind", RequestKind)
+def test_requests_are_ordered_by_kind_and_unit(kind):
+    requests = [Request(kind, number) for number in (0, 1, 10**6)]
+    packed = [request.pack() for request in requests]
+    assert [Request.unpack(number) for number in packed] == requests
+    assert packed == sorted(packed, reverse=kind is RequestKind.BACKWARD)
+    lower = [Request(other, 10**6).pack() for other in RequestKind if other < kind]
+    assert all(number < min(packed) for number in lower)
 
 
 class RequestsEarly(CollectiveOrder):
@@ -424,7 +470,7 @@ def _fail_in_a_loop(size, failing, seed):
         one = Rank(world, rank)
         for _ in range(4):
             one.step(range(NUM_UNITS))
-        one.order.allows_uneven_calls = True
+        one.order.allow_uneven_calls(True)
         try:
             for number in range(5):
                 one.order.begin("forward")
@@ -434,11 +480,11 @@ def _fail_in_a_loop(size, failing, seed):
                         raise ValueError("bad sample")
                     one.use(unit)
                     one.unsharded.discard(unit)
-            one.order.serve_until(one.order.requests.done, "the end")
+            one.order.serve_until(RequestKind.DONE, "the end")
         except (Failed, ValueError) as error:
             errors[rank] = str(error)
         one.order.reset()
-        one.order.allows_uneven_calls = False
+        one.order.allow_uneven_calls(False)
         one.unsharded.clear()
         for _ in range(4):
             one.step(range(NUM_UNITS))
