@@ -51,8 +51,9 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -95,7 +96,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
 
-__all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
+__all__ = ["Bucket", "CommonCalls", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
@@ -105,6 +106,31 @@ class Phase(Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
     STEP = "step"
+
+
+class CommonCalls(Protocol):
+    """Calls that all ranks make together; implemented by `core.lockstep.Lockstep`."""
+
+    def barrier(self, name: str) -> object:
+        """Waits until all ranks have entered call `name`. Collective."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's picklable object, by rank, on every rank. Collective."""
+
+    def note(self, name: str) -> None:
+        """Adds the call `name` of all ranks to their history. Local."""
+
+    def note_write(self, name: str) -> None:
+        """As `note`: all ranks write to their shards of parameter `name`. Local."""
+
+    def before_write(self) -> None:
+        """Closes an open pass before this rank writes to its shard of a parameter."""
+
+    def check_cpu_memory(self, call: str, num_bytes: int) -> None:
+        """Raises on every rank if some rank lacks CPU memory for `call`. Collective."""
+
+    def uneven_step(self) -> AbstractContextManager[None]:
+        """Context of one step without gradients, with any number of forwards. Collective."""
 
 
 class Bucket:
@@ -134,12 +160,10 @@ class Bucket:
             the unsharded parameters.
         fingerprints: Fingerprints of unsharded parameters in a read-only `gathered`, by slot; None
             if there are none, or if the engine has written to them since.
-        lockstep: The engine's `Lockstep`; set once the engine has created it.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
     """
 
-    lockstep: Any
     fingerprints: list[Fingerprint] | None = None
     is_saved_for_backward = False
     phase: Phase
@@ -156,6 +180,7 @@ class Bucket:
         *,
         grad_dtype: torch.dtype,
         unshard_out_of_order: Callable[[Bucket, str], None],
+        lockstep: Callable[[], CommonCalls],
         filled: FlatBuffer | None = None,
     ) -> None:
         """Wraps `parameters`. Collective.
@@ -169,6 +194,7 @@ class Bucket:
             grad_dtype: Dtype in which gradients are reduced.
             unshard_out_of_order: Called with this bucket and a parameter's name before a use
                 outside of the unit's forward.
+            lockstep: Returns the engine's `Lockstep`, once the engine is complete.
             filled: Buffer in which some of the parameters are stored already.
         """
         self.plan = plan
@@ -202,6 +228,7 @@ class Bucket:
         self._warned_names: set[str] = set()  # parameters whose memory users hold
         self._num_scans = 0  # searches for such parameters
         self._unshard_out_of_order = unshard_out_of_order
+        self._lockstep = lockstep
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.unsharded_params = filled
         else:
@@ -210,6 +237,11 @@ class Bucket:
         self.replicates_optim, self.owned = self.shards.replicates_optim, self.shards.owned
         self.masters = Masters(self)
         self._wrap(filled)
+
+    @property
+    def lockstep(self) -> CommonCalls:
+        """The engine's `Lockstep`."""
+        return self._lockstep()
 
     # ---------------------------------------------------------------- wrap and unwrap
 

@@ -14,14 +14,14 @@ The next round then compares the ranks' hashes of all batches so far.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import CommonCalls, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.health.watchdog import DesynchronizedError
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -47,7 +47,7 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
         RuntimeError: The context is entered during a backward.
         PeerFailedError: Another rank failed inside; the text has its error.
     """
-    found: dict[Lockstep, None] = {}
+    found: dict[CommonCalls, None] = {}
     for parameter in module.parameters():
         if has_placement(parameter):
             found[bucket_of(placement_of(parameter)).lockstep] = None
@@ -89,7 +89,7 @@ class Lockstep:
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
-    def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
+    def __init__(self, schedule: Schedule, comm: Communicator) -> None:
         self.is_in_loop = False
         self._schedule = schedule
         self._order = order = schedule.order
@@ -101,9 +101,6 @@ class Lockstep:
         self.gather_objects = comm.control.gather_objects
         self._depth = 0  # nested `uneven_step`
         self._reported: BaseException | None = None  # the error that the other ranks have received
-        comm.before_collective = self._order.announce_collective
-        for bucket in buckets:
-            bucket.lockstep = self
 
     @contextmanager
     def uneven_step(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.health.together import run_on_all_ranks
 from tests.distributed.ranks import RankError, run_ranks
 
 
@@ -32,7 +33,11 @@ def _send(rank, world_size):
     channel = _comm().open_channel()
     with channel.session():
         gathered = channel.gather(rank)
-        return gathered, channel.broadcast(f"from {rank}"), channel.attempt(lambda: rank * 10)
+        return (
+            gathered,
+            channel.broadcast(f"from {rank}"),
+            run_on_all_ranks(lambda: rank * 10, gather=channel.all_gather),
+        )
 
 
 def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_stays_usable():
@@ -49,7 +54,7 @@ def _fail(rank, world_size):
             raise OSError(28, "no space", "there")
 
     with pytest.raises(OSError) as raised:
-        channel.attempt(action)
+        run_on_all_ranks(action, gather=channel.all_gather)
     return (raised.value.errno, str(raised.value)), channel.gather(rank)
 
 
@@ -67,8 +72,8 @@ def _die(rank, world_size):
     channel.gather(rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.attempt(lambda: rank)
-    channel.attempt(lambda: rank)
+    run_on_all_ranks(lambda: rank, gather=channel.all_gather)
+    run_on_all_ranks(lambda: rank, gather=channel.all_gather)
 
 
 def test_aborting_ends_the_wait_of_the_others_but_not_a_session_in_progress():
@@ -99,4 +104,4 @@ def _abort_between_sessions(rank, world_size):
     assert results == [0, 1]
     if rank == 0:
         with pytest.raises(RuntimeError), channel.session():
-            channel.attempt(lambda: None)
+            run_on_all_ranks(lambda: None, gather=channel.all_gather)
