@@ -53,6 +53,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
@@ -296,7 +297,7 @@ class Bucket:
         On `device`; None: without values, see tensors/meta.py.
         """
         self.wait_for_unshard()
-        self.grads.drop()
+        self.grads.reset()
         views = self.masters.full_tensors() if device is not None else []
         for index, parameter in enumerate(self.parameters):
             slot, dtype = self.plan.layout.slots[index], self.orig_dtypes[index]
@@ -309,7 +310,7 @@ class Bucket:
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
         self._detach_views()
-        self.shards.drop()
+        self.shards.keep_own_slice()
         if self.num_holders(num_params=0):
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
@@ -783,39 +784,72 @@ class Bucket:
 
     # ---------------------------------------------------------------- failures
 
-    def undo_step(self) -> None:
-        """Returns to the idle phase after an optimizer failed in its step."""
+    def reset(self, *, has_regrouped: bool) -> list[Exception]:
+        """Drops collectives, steps, reads and gradients of a failed pass, and reshards. Local.
+
+        Args:
+            has_regrouped: Whether collectives in flight never end, because their groups are gone;
+                `unshard_again` follows.
+
+        Returns:
+            What has failed; the rest is done nevertheless.
+        """
+        errors: list[Exception] = []
+
+        def attempt(act: Callable[[], object]) -> Exception | None:
+            try:
+                act()
+            except Exception as error:
+                errors.append(error)
+                return error
+            return None
+
+        if has_regrouped and self._discard_unshard() and not self.shards_params:
+            self._set_phase(Phase.UNSHARDED)
+        attempt(partial(self._leave_failed_step, all_gathers=not has_regrouped))
+        attempt(self.shards.stop_reading)
+        attempt(self.grads.reset)
+        # data that a reshard refused is dropped, so the next attempt succeeds
+        for _ in range(len(self.parameters) + 1):
+            if not isinstance(attempt(self.reshard), ValueError):
+                break
+        return errors
+
+    def _leave_failed_step(self, *, all_gathers: bool) -> None:
+        """Returns to the idle phase after an optimizer failed in its step.
+
+        `all_gathers`: whether this issues the all-gather of changed replicated parameters.
+        """
         try:
             self.wait_for_step()
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
         if self.phase is Phase.STEP:
-            self.masters.leave_step(is_changed=True)
+            self.masters.leave_step(is_changed=True, all_gathers=all_gathers)
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
-    def cancel_unshard(self, *, is_lost: bool) -> None:
-        """Cancels an all-gather whose group is gone.
-
-        `is_lost`: no all-gather can complete the parameters any more; they stay guarded. Otherwise
-        `unshard_again` follows: one all-gather on every rank, in whichever state each rank was.
-        """
+    def _discard_unshard(self) -> bool:
+        """Discards an all-gather whose group is gone; returns whether there was one."""
         if self.phase is not Phase.UNSHARDING:
-            return
+            return False
         self._pending = None
         if self.shards_params:
             self.num_pins = 0
             self.enter_idle_phase()
-        elif not is_lost:
-            self._set_phase(Phase.UNSHARDED)
+        return True
 
     def unshard_again(self) -> None:
-        """All-gathers stepped parameters again after `cancel_unshard`. Collective."""
+        """All-gathers stepped parameters again, in whichever state each rank was. Collective."""
         if self.plan.stage.all_gathers_after_step:
-            self.wait_for_unshard()  # an all-gather that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
+
+    def mark_lost(self) -> None:
+        """Other ranks are lost: parameters that are not unsharded stay guarded. Local."""
+        self._discard_unshard()
+        self.grads.reset()
 
 
 # Active transforms of torch.func, the innermost last; None if there are none.
@@ -1030,8 +1064,11 @@ class Masters:
                 grad = grad.read() if isinstance(grad, LazyTensor) else grad
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
-    def leave_step(self, *, is_changed: bool) -> None:
-        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective."""
+    def leave_step(self, *, is_changed: bool, all_gathers: bool = True) -> None:
+        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective.
+
+        Without `all_gathers`, replicated parameters keep the values of this rank only.
+        """
         bucket = self._bucket
         for parameter in bucket.parameters:
             parameter.grad = None
@@ -1048,7 +1085,7 @@ class Masters:
             bucket.grads.set_param_grads()
         else:
             bucket.grads.restore_param_grads(hidden)
-        if is_changed and bucket.plan.stage.all_gathers_after_step:
+        if is_changed and all_gathers and bucket.plan.stage.all_gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
 

@@ -183,10 +183,10 @@ class Lockstep:
         if self.is_in_loop:
             self._order.serve_until(self._order.requests.left, "the end of the loop on all ranks")
             self._schedule.unsharder.reshard_all()
-            self.exit_loop()
+            self.reset()
 
-    def exit_loop(self) -> None:
-        """Marks the loop as ended, or as failed. Local."""
+    def reset(self) -> None:
+        """Leaves the loop, at its end or after an exception. Local."""
         self.is_in_loop = False
         self._update_order()
 

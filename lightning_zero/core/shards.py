@@ -84,7 +84,7 @@ class Shards:
         self.param_shard: ShardStore
         self.all_gather_input: ShardStore | None
         self.master: ShardStore | None
-        self.drop()
+        self.keep_own_slice()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
@@ -210,7 +210,7 @@ class Shards:
         if self.own_master is not None:
             self.param_shard.write(start, values)
 
-    def drop(self) -> None:
+    def keep_own_slice(self) -> None:
         """Drops all shards except `own_slice` of the unsharded buffer."""
         self.all_gather_input = self.master = None
         self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
@@ -244,7 +244,7 @@ class Shards:
     def stop_reading(self) -> None:
         """Cancels a read ahead and returns its buffers."""
         if self.reader is not None:
-            self.reader.cancel()
+            self.reader.reset()
 
     # ---------------------------------------------------------------- writes by the user
 

@@ -358,10 +358,18 @@ class Engine:
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self) -> None:
-        """Reshards all buckets after an exception and drops gradients. Local."""
-        self.worker.drain()
-        self.optimizers.reset()
+        """Reshards all buckets after an exception and drops gradients. Local.
+
+        In this order: the worker ends its steps; the optimizers leave their step, and the ranks
+        their loop; then `Schedule.reset`.
+        """
+        self._leave_step()
         self.schedule.reset()
+
+    def _leave_step(self) -> None:
+        self.worker.drain()  # it waits for no rank, and uses the present groups
+        self.optimizers.reset()
+        self.lockstep.reset()
 
     def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """Forms new process groups after an exception and reshards all buckets. Collective.
@@ -376,14 +384,14 @@ class Engine:
             Whether all ranks called this before the deadline. If not, collectives are no longer
             possible.
         """
-        self.worker.drain()  # it waits for no rank, and uses the groups that are replaced
-        self.optimizers.reset()
-        self.lockstep.exit_loop()
+        self._leave_step()
         if not self.comm.regroup(deadline, error):
             return False
-        self.schedule.recover()
+        self.schedule.reset(has_regrouped=True)
         for bucket in self.average_buckets:
-            bucket.cancel_unshard(is_lost=False)
+            bucket.reset(has_regrouped=True)
+        for bucket in self.buckets:
+            bucket.unshard_again()
         return True
 
     def _abort(self) -> None:
@@ -393,7 +401,7 @@ class Engine:
         self.optimizers.detach()
         self._end_checkpointing()
         self._hooks.detach()
-        self.schedule.abandon()
+        self.schedule.mark_lost()
         self.worker.close()
         self.storage.close()
         self.comm.close()
@@ -435,7 +443,7 @@ class Engine:
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        failure = self.schedule.reset_all() or failure
+        failure = self.schedule.reset(warns=False) or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
