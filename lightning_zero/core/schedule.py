@@ -134,7 +134,6 @@ class Schedule:
         unsharder: Unshards and prefetches the units.
         reducer: Reduces the gradients.
         shared: Buffers that are copied from rank 0.
-        is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Schedule:
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
-        self.is_accumulating = False
+        self._is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -228,7 +227,7 @@ class Schedule:
         self.prepare(copies_buffers=copies)
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
-            self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
+            self.shared.are_fresh = self._is_accumulating or not torch.is_grad_enabled()
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
@@ -237,7 +236,7 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
-        ends_step = self.reducer.ends_step = not self.is_accumulating
+        ends_step = self.reducer.ends_step = not self._is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -249,6 +248,15 @@ class Schedule:
             if not ends_step:
                 kind += ", of several"
             self.order.begin(kind, self.reducer.trainable())
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Context of forwards of micro-batches that end no step."""
+        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = was_accumulating
 
     def compare_assigned(self) -> None:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""

@@ -58,7 +58,7 @@ class Shards:
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
-        keeps_states_in_files: Whether optimizer states move to files; set with the optimizer.
+        keeps_states_in_files: Whether optimizer states move to files.
         state_stores: Optimizer states in files, by key.
         num_writes: Counter of steps and other writes to all values; some count more than once.
         num_slot_writes: Counters of writes to one slot alone, by slot.
@@ -209,6 +209,10 @@ class Shards:
         self.master_or_param.write(start, values)
         if self.own_master is not None:
             self.param_shard.write(start, values)
+
+    def keep_states_in_files(self, is_kept: bool) -> None:
+        """Sets `keeps_states_in_files`, once the optimizer is known. Local."""
+        self.keeps_states_in_files = is_kept
 
     def keep_own_slice(self) -> None:
         """Drops all shards except `own_slice` of the unsharded buffer."""

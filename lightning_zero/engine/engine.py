@@ -264,12 +264,11 @@ class Engine:
         else over all ranks.
         """
         syncs, self._syncs = self._syncs, False
-        self.schedule.is_accumulating = True
         try:
-            yield
+            with self.schedule.accumulating():
+                yield
         finally:
             self._syncs = syncs
-            self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
         """Reduces the gradients that micro-batches under `no_sync` left local. Collective.
