@@ -69,11 +69,14 @@ def run_on_all_ranks(
 
 @contextmanager
 def failing_together(what: str, *, gather: Gather = gather_objects) -> Iterator[None]:
-    """As `run_on_all_ranks`, for work whose results stay local: the context's body. Collective."""
-    error: BaseException | None = None
+    """As `run_on_all_ranks`, for work whose results stay local: the context's body. Collective.
+
+    An interruption is raised at once: it may end a body in which other ranks still wait.
+    """
+    error: Exception | None = None
     try:
         yield
-    except BaseException as raised:
+    except Exception as raised:
         error = raised
     _exchange(None, error, gather, what)
 
