@@ -50,6 +50,7 @@ from lightning_zero.checkpoint.save_record import RECORD, digest_item_ends, enco
 from lightning_zero.checkpoint.states import shards_in
 from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
+from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.record import streams
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
@@ -152,7 +153,7 @@ class SavePlanCache:
 
         Returns:
             On rank 0, plans and write results of all ranks, or None if they equal those of the last
-            save; and their digests. On other ranks None and no digests.
+            save; None on other ranks. And the digests of all ranks.
         """
 
         def write_and_compare() -> tuple[bool, str]:
@@ -160,10 +161,9 @@ class SavePlanCache:
             self.last_written, digest = write()
             return last != self.last_written, digest
 
-        answers = channel.attempt(write_and_compare) or []
-        has_changed = channel.broadcast(any(differs for differs, _ in answers))
+        answers = run_on_all_ranks(write_and_compare, gather=channel.all_gather)
         digests = [digest for _, digest in answers]
-        if not has_changed:
+        if not any(differs for differs, _ in answers):
             return None, digests
         assert self.last_written is not None
         with gc_paused():
@@ -205,7 +205,7 @@ class ShardedSave:
         rest = io.BytesIO()
         agreed: dict[str, tuple[str, torch.dtype]] = {}
 
-        def read_dict() -> None:
+        def read_dict() -> tuple[str, bool]:
             if is_first:
                 tree, others = _split_rest(checkpoint)
                 torch.save(others, rest)
@@ -213,10 +213,10 @@ class ShardedSave:
                 for name, value in planner.state_dict.items():
                     if isinstance(value, CheckpointShard):
                         agreed[name] = (value.source, value.dtype)
+            return str(target), agreed != plan_cache.entries
 
-        channel.attempt(read_dict)
-        has_changed = agreed != plan_cache.entries
-        address, has_changed = channel.broadcast((str(target), has_changed))
+        together = partial(run_on_all_ranks, gather=channel.all_gather)
+        address, has_changed = together(read_dict)[0]
         if has_changed:
             plan_cache.entries = channel.broadcast(agreed)
 
@@ -226,7 +226,7 @@ class ShardedSave:
                 planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
                 planner.mappings = {}  # rank 0's planner has all names, in order
 
-        channel.attempt(set_up_shards)
+        together(set_up_shards)
         return cls(locate(address), planner, rest, channel, plan_cache)
 
     @property
@@ -269,16 +269,16 @@ class ShardedSave:
                 content of the path is unchanged.
         """
         channel = self.channel
+        together = partial(run_on_all_ranks, gather=channel.all_gather)
         is_first = channel.rank == 0
         folder: CheckpointPath | None = None
         try:
-            created = channel.attempt(lambda: str(self._begin()) if is_first else None)
-            proposal = (created[0] if created else None, secrets.token_hex(16))
-            address, save = channel.broadcast(proposal)
+            begin = self._begin if is_first else lambda: ("", "")
+            address, save = together(begin)[0]
             folder = locate(address)
             write = partial(self._write, folder, save)
             written, digests = self.plan_cache.gather_if_changed(write, channel)
-            channel.attempt(partial(self._finish, folder, save, written, digests))
+            together(partial(self._finish, folder, save, written, digests))
         except BaseException as error:
             self.plan_cache.clear()  # rank 0 may have received only a part of the plans
             if self._staged is not None:
@@ -294,11 +294,16 @@ class ShardedSave:
                 raise self._disk_full_error(target) from error
             raise
 
-    def _begin(self) -> CheckpointPath:
-        """Creates the folder of this save's files; a remote one is named after the save."""
+    def _begin(self) -> tuple[str, str]:
+        """Creates the folder of this save's files; a remote one is named after the save.
+
+        Returns:
+            The folder's address, and the name of this save.
+        """
+        name = secrets.token_hex(16)
         if isinstance(self.target, Path):
             self._staged = StagedDirectory(self.target)
-            return self._staged.folder
+            return str(self._staged.folder), name
         if self.target.is_file():
             raise FileExistsError(
                 errno.EEXIST,
@@ -306,7 +311,7 @@ class ShardedSave:
                 "storage; delete it, or choose another name",
                 str(self.target),
             )
-        return self.target / f"save-{secrets.token_hex(4)}"
+        return str(self.target / f"save-{secrets.token_hex(4)}"), name
 
     def _write(self, folder: CheckpointPath, save: str) -> tuple[_Written, str]:
         plan = self.planner.create_local_plan()
@@ -316,10 +321,11 @@ class ShardedSave:
 
     def _disk_full_error(self, target: Path) -> OSError:
         """The error for a full disk, after this save's files were deleted. Collective."""
-        needed = self.channel.gather(_owned_bytes(self.planner))
-        measured = self.channel.attempt(lambda: shutil.disk_usage(target.parent).free)
-        total, free = self.channel.broadcast((sum(needed or []), (measured or [0])[0]))
-        return full_disk_error(target, total, free)
+        measured = run_on_all_ranks(
+            lambda: (_owned_bytes(self.planner), shutil.disk_usage(target.parent).free),
+            gather=self.channel.all_gather,
+        )
+        return full_disk_error(target, sum(needed for needed, _ in measured), measured[0][1])
 
     def _finish(
         self, folder: CheckpointPath, save: str, written: list[_Written] | None, digests: list[str]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
+from lightning_zero.health.together import Gather, run_on_all_ranks
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
 
@@ -123,20 +124,20 @@ def raise_damage_on_any_rank(
     path: str | os.PathLike[str],
     rank: int,
     world_size: int,
-    gather: Callable[[list[str]], list[list[str]]],
+    gather: Gather,
 ) -> None:
     """Verifies a checkpoint by its checksums; each rank verifies its share. Collective: every rank.
 
-    `gather` returns the lines of every rank, on every rank.
-
     Raises:
-        ValueError: A file is damaged, or a rank cannot read it; on every rank.
+        ValueError: A file is damaged; on every rank.
+        OSError, RuntimeError: A rank cannot read it; see `run_on_all_ranks`.
     """
-    try:
-        damage = find_damage(path, rank=rank, world_size=world_size)
-    except Exception as error:  # the other ranks must raise, too
-        damage = [f"rank {rank} cannot read it ({type(error).__name__}: {error})"]
-    raise_damage(path, [line for share in gather(damage) for line in share])
+    shares = run_on_all_ranks(
+        partial(find_damage, path, rank=rank, world_size=world_size),
+        gather=gather,
+        what=f"verify {path}",
+    )
+    raise_damage(path, [line for share in shares for line in share])
 
 
 # --------------------------------------------------------------------------------------- opening

@@ -238,7 +238,7 @@ def _rate(
         pipeline.drain()
         return (store.bytes_read + store.bytes_written - before) / (perf_counter() - begin)
     finally:
-        pipeline.cancel()
+        pipeline.reset()
 
 
 def _noisy_buffers(settings: TierSettings) -> list[Tensor]:

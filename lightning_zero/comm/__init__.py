@@ -11,13 +11,13 @@ Imports record, layout, tensors and health.
     collectives   detects the user's collectives before they are issued
     consistency   checks that model, optimizers and settings are equal on all ranks
 
-Begin with `communicator`. If a rank raises an exception, the other ranks are notified:
+Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:
 
-    while an engine is made            from `consistency.compare`
-    before there is an engine          from `Watchdog.abort`
-    with an engine alone               from the next round, by `CollectiveOrder.flush_schedule`
-    under the Trainer                  from `Communicator.regroup`, after which they continue if
-                                       they can (`_can_communicate` in strategy/engine_strategy.py)
-    in full checkpoints and loading    from `world.failing_together`
-    in sharded checkpoints             from `Channel.attempt`
+    in work after which all ranks meet  by `health.together.run_on_all_ranks`, which names the rank
+    anywhere else                       by `Communicator.abort`: the watchdogs end their waits.
+                                        After `Communicator.regroup` they continue if they can
+                                        (`_can_communicate` in strategy/engine_strategy.py)
+
+Ranks that are in the middle of a pass issue the rest of its schedule before they learn of it:
+`CollectiveOrder.flush_schedule` and `report_failure`.
 """

@@ -54,10 +54,12 @@ class Communicator:
         device: Device on which the data plane communicates.
         timeout: Timeout of collectives; None: the backend's.
         group_size: Number of ranks that share one set of shards; None: all.
-        compare: Called on the control plane before any group is made that depends on settings;
-            its errors are raised on every rank.
+        check: Called on the control plane before any group is made that depends on settings; it
+            raises on every rank or on none.
         watchdog: Reports failures of other ranks; None: the communicator makes its own.
         limits: Limits of waiting for the communicator's own watchdog.
+        before_collective: Called with the name of a collective on request before it is issued, so
+            that all ranks issue it together.
 
     Raises:
         RuntimeError: A launcher has started several ranks, and no process group was initialized.
@@ -70,9 +72,6 @@ class Communicator:
     can_regroup: bool  # after an exception on one rank, all ranks call `regroup` or exit
     recorder: Recorder  # records the collectives and transfers of this process
     control: GlooControlPlane
-    # Called with the name of a collective on request before it is issued, so that all ranks issue
-    # it together; set by the owner of the collective order.
-    before_collective: Callable[[str], object]
 
     def __init__(
         self,
@@ -80,9 +79,10 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
-        compare: Callable[[GlooControlPlane], None] | None = None,
+        check: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
         limits: WaitLimits | None = None,
+        before_collective: Callable[[str], object] = lambda name: None,
     ) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         if not has_world() and launched > 1:
@@ -96,10 +96,10 @@ class Communicator:
         self.rank = dist.get_rank() if has_world() else 0
         self.size = world_size()
         self.device = device
-        self.before_collective = lambda name: None
         self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = ScratchPool(device)
+        self._before_collective = before_collective
         self._timeout = timeout
         self._group: Any = None  # the data plane's group of all ranks
         self._groups: list[Any] = []  # `_group`, shard and replica groups, in order of destruction
@@ -112,18 +112,17 @@ class Communicator:
         # Named here, before one rank alone can fail: the name counts the watchdogs of each rank.
         name = "" if self.can_regroup else next_watchdog_name(self.rank)
         self._open_group()
-        self.control = GlooControlPlane(
-            self.recorder, rank=self.rank, size=self.size, timeout=timeout
-        )
         if watchdog is None:
             watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
-        self.control.watchdog = watchdog
+        self.control = GlooControlPlane(
+            self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
+        )
         watchdog.add_failure_callback(self._disconnect)
         try:
-            if compare is not None:
-                compare(self.control)
+            if check is not None:
+                check(self.control)
             self.mesh = Mesh.of(self.rank, self.size, group_size)
         except BaseException:
             self.close()
@@ -360,7 +359,7 @@ class Communicator:
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         if self._group is not None and self.size > 1:
-            self.before_collective(name)
+            self._before_collective(name)
             # Offloaded gradients are summed on the CPU.
             on_device = tensor.to(self.device)
             with self.control.waiting(name, kind=Kind.ALL_REDUCE):

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 from lightning_zero.comm.control import GlooControlPlane
-from lightning_zero.health.world import describe_failure, raise_together
 
 __all__ = ["ComparedFields", "check_equal", "compare"]
 
@@ -26,29 +25,20 @@ __all__ = ["ComparedFields", "check_equal", "compare"]
 ComparedFields = Mapping[str, Mapping[str, str]]
 
 
-def compare(
-    control: GlooControlPlane, fields: ComparedFields, failure: Exception | None = None
-) -> None:
-    """Raises on every rank if fields differ or if any rank has failed. Collective.
+def compare(control: GlooControlPlane, fields: ComparedFields) -> None:
+    """Raises on every rank if fields differ. Collective.
 
     Args:
         control: Control plane of all ranks.
         fields: This rank's fields.
-        failure: Reason why this rank cannot continue, if any; raised after the ranks compare.
 
     Raises:
         ValueError: Fields differ; names the first difference, by rank.
-        OSError, RuntimeError: Another rank has failed; names the rank and its error.
     """
-    own = _hash(fields, describe_failure(failure))
+    own = _hash(fields)
     least, minus_most = control.min_ints([own, -own])
-    if least == -minus_most:
-        if failure is not None:
-            raise failure
-        return
-    everyone = control.gather_objects((describe_failure(failure), fields))
-    raise_together(failure, [other for other, _ in everyone], "begin")
-    check_equal([fields for _, fields in everyone])
+    if least != -minus_most:
+        check_equal(control.gather_objects(fields))
 
 
 def check_equal(everyone: Sequence[ComparedFields]) -> None:
@@ -62,9 +52,9 @@ def check_equal(everyone: Sequence[ComparedFields]) -> None:
         )
 
 
-def _hash(fields: ComparedFields, failure: tuple[str, int | None] | None) -> int:
+def _hash(fields: ComparedFields) -> int:
     ordered = [(subject, sorted(values.items())) for subject, values in fields.items()]
-    digest = hashlib.sha256(repr((ordered, failure)).encode()).digest()
+    digest = hashlib.sha256(repr(ordered).encode()).digest()
     return int.from_bytes(digest[:7], "big")  # it and its negative are int64
 
 

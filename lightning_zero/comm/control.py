@@ -18,7 +18,6 @@ them twice, which changes neither a minimum nor a maximum. Receives are posted b
 
 from __future__ import annotations
 
-import pickle
 import queue
 import threading
 import weakref
@@ -31,12 +30,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.health.watchdog import DesynchronizedError, Watchdog, end_at_exit, summary
+from lightning_zero.health.together import PeerFailedError
+from lightning_zero.health.watchdog import DesynchronizedError, Watchdog, end_at_exit
 from lightning_zero.health.world import disconnect_groups, has_world
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 
-__all__ = ["Channel", "GlooControlPlane", "PeerFailedError", "RoundResult", "Rounds"]
+__all__ = ["Channel", "GlooControlPlane", "RoundResult", "Rounds"]
 
 _T = TypeVar("_T")
 
@@ -55,24 +55,25 @@ _FIRST_TAG = 1 << 20  # nothing else on the group uses tags from here on
 _EXIT_S = 2.0  # time for the thread to end with the process
 
 
-class PeerFailedError(DesynchronizedError):
-    """Another rank failed in a shared operation, after which all ranks continue.
-
-    The text names the rank and its error.
-    """
-
-
 class GlooControlPlane:
     """Control plane over gloo.
 
     Every method is collective (every rank, same order) unless it is marked "Local".
+
+    Attributes:
+        watchdog: Reports failures of other ranks.
     """
 
-    watchdog: Watchdog  # reports failures of other ranks; set before the first message
-
     def __init__(
-        self, recorder: Recorder, *, rank: int, size: int, timeout: timedelta | None
+        self,
+        recorder: Recorder,
+        watchdog: Watchdog,
+        *,
+        rank: int,
+        size: int,
+        timeout: timedelta | None,
     ) -> None:
+        self.watchdog = watchdog
         self.rank = rank
         self.size = size
         self._recorder = recorder
@@ -358,8 +359,8 @@ class Channel:
 
     It has a gloo group of its own. Every method that sends is collective: every rank, same order,
     one thread at a time (`session`). If a rank dies, or an exception is raised while sending, the
-    channel closes on all ranks: no rank waits longer than the group's timeout. Made by
-    `Communicator.open_channel`.
+    channel closes on all ranks: no rank waits longer than the group's timeout. Work that may fail
+    goes through `run_on_all_ranks`. Made by `Communicator.open_channel`.
     """
 
     def __init__(self, rank: int, size: int, group: Any | None) -> None:
@@ -415,35 +416,14 @@ class Channel:
             dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
-    def attempt(self, action: Callable[[], _T]) -> list[_T] | None:
-        """Calls `action` on every rank; if it fails on one rank, all ranks raise.
-
-        Returns:
-            The results by rank on rank 0; None on the other ranks.
-
-        Raises:
-            BaseException: The exception of the lowest rank that failed, the same on every rank,
-                caused by a `PeerFailedError` that names the rank. An interruption of this rank is
-                always raised instead.
-        """
-        failure: BaseException | None = None
-        result: Any = None
-        try:
-            result = action()
-        except BaseException as error:  # raised below, after all ranks know it
-            failure = error
-        portable, text = _portable(failure, self.rank)
-        outcomes = self.gather((result, portable, text))
-        failures = [(error, text) for _, error, text in outcomes or [] if error is not None]
-        first, text = self.broadcast(failures[0] if failures else (None, ""))
-        if failure is not None and not isinstance(failure, Exception):
-            self.close()  # this rank is about to exit
-            raise failure
-        if first is not None:
-            if failure is not None and repr(failure) == repr(first):
-                raise failure
-            raise first from (failure or PeerFailedError(text))
-        return None if outcomes is None else [result for result, *_ in outcomes]
+    def all_gather(self, value: _T) -> list[_T]:
+        """Returns every rank's value, by rank, on every rank."""
+        if self.size == 1:
+            return [value]
+        box: list[Any] = [None] * self.size
+        with self._closing_on_failure():
+            dist.all_gather_object(box, value, group=self._group)
+        return box
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
@@ -463,17 +443,3 @@ class Channel:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def _portable(error: BaseException | None, rank: int) -> tuple[Exception | None, str]:
-    """Returns the exception as another rank can raise it, and a text that names this rank."""
-    if error is None:
-        return None, ""
-    text = f"rank {rank} raised {summary(error)}"
-    try:
-        copied = pickle.loads(pickle.dumps(error))
-    except Exception:
-        copied = None
-    if isinstance(copied, Exception) and type(copied) is type(error) and str(copied) == str(error):
-        return copied, text
-    return RuntimeError(f"rank {rank} raised {type(error).__name__}: {error}"), text

@@ -32,6 +32,6 @@ arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whethe
 complete. Then `reducer` marks the bucket as ready in the collective order
 (`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so
 `Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
-`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset_all` for what a
+`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset` for what a
 rank does after an exception, and the end of comm's text for what happens on the other ranks.
 """

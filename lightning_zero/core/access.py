@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
-from lightning_zero.health.world import failing_together
+from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.partial import partial_of
 
@@ -195,11 +195,17 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
             writable.append(_WritableBucket(bucket))
             stack.callback(writable[-1].uninstall_views)
         yield
-    changes: _Changes = {}
-    with failing_together("take the new values", control.gather_objects):
-        for number, one in enumerate(writable):
-            changes.update({(number, name): digest for name, digest in one.changes().items()})
-    _check_one_writer(control.gather_objects((from_rank, changes)))
+
+    def changes() -> tuple[int, _Changes]:
+        found = {
+            (number, name): digest
+            for number, one in enumerate(writable)
+            for name, digest in one.changes().items()
+        }
+        return from_rank, found
+
+    gather = control.gather_objects
+    _check_one_writer(run_on_all_ranks(changes, gather=gather, what="take the new values"))
     for one in writable:
         one.broadcast_from(from_rank)
 

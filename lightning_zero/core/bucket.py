@@ -51,8 +51,10 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import Enum
-from typing import Any, cast
+from functools import partial
+from typing import Any, Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -95,7 +97,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 from lightning_zero.tiers.storage import ShardStore
 
-__all__ = ["Bucket", "Masters", "Phase", "bucket_of"]
+__all__ = ["Bucket", "CommonCalls", "Masters", "Phase", "bucket_of"]
 
 
 class Phase(Enum):
@@ -105,6 +107,31 @@ class Phase(Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
     STEP = "step"
+
+
+class CommonCalls(Protocol):
+    """Calls that all ranks make together; implemented by `core.lockstep.Lockstep`."""
+
+    def barrier(self, name: str) -> object:
+        """Waits until all ranks have entered call `name`. Collective."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Returns every rank's picklable object, by rank, on every rank. Collective."""
+
+    def note(self, name: str) -> None:
+        """Adds the call `name` of all ranks to their history. Local."""
+
+    def note_write(self, name: str) -> None:
+        """As `note`: all ranks write to their shards of parameter `name`. Local."""
+
+    def before_write(self) -> None:
+        """Closes an open pass before this rank writes to its shard of a parameter."""
+
+    def check_cpu_memory(self, call: str, num_bytes: int) -> None:
+        """Raises on every rank if some rank lacks CPU memory for `call`. Collective."""
+
+    def uneven_step(self) -> AbstractContextManager[None]:
+        """Context of one step without gradients, with any number of forwards. Collective."""
 
 
 class Bucket:
@@ -134,12 +161,10 @@ class Bucket:
             the unsharded parameters.
         fingerprints: Fingerprints of unsharded parameters in a read-only `gathered`, by slot; None
             if there are none, or if the engine has written to them since.
-        lockstep: The engine's `Lockstep`; set once the engine has created it.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
     """
 
-    lockstep: Any
     fingerprints: list[Fingerprint] | None = None
     is_saved_for_backward = False
     phase: Phase
@@ -156,6 +181,7 @@ class Bucket:
         *,
         grad_dtype: torch.dtype,
         unshard_out_of_order: Callable[[Bucket, str], None],
+        lockstep: Callable[[], CommonCalls],
         filled: FlatBuffer | None = None,
     ) -> None:
         """Wraps `parameters`. Collective.
@@ -169,6 +195,7 @@ class Bucket:
             grad_dtype: Dtype in which gradients are reduced.
             unshard_out_of_order: Called with this bucket and a parameter's name before a use
                 outside of the unit's forward.
+            lockstep: Returns the engine's `Lockstep`, once the engine is complete.
             filled: Buffer in which some of the parameters are stored already.
         """
         self.plan = plan
@@ -202,6 +229,7 @@ class Bucket:
         self._warned_names: set[str] = set()  # parameters whose memory users hold
         self._num_scans = 0  # searches for such parameters
         self._unshard_out_of_order = unshard_out_of_order
+        self._lockstep = lockstep
         if filled is not None and filled.tensor.dtype == plan.dtype:
             self.unsharded_params = filled
         else:
@@ -210,6 +238,11 @@ class Bucket:
         self.replicates_optim, self.owned = self.shards.replicates_optim, self.shards.owned
         self.masters = Masters(self)
         self._wrap(filled)
+
+    @property
+    def lockstep(self) -> CommonCalls:
+        """The engine's `Lockstep`."""
+        return self._lockstep()
 
     # ---------------------------------------------------------------- wrap and unwrap
 
@@ -264,7 +297,7 @@ class Bucket:
         On `device`; None: without values, see tensors/meta.py.
         """
         self.wait_for_unshard()
-        self.grads.drop()
+        self.grads.reset()
         views = self.masters.full_tensors() if device is not None else []
         for index, parameter in enumerate(self.parameters):
             slot, dtype = self.plan.layout.slots[index], self.orig_dtypes[index]
@@ -277,7 +310,7 @@ class Bucket:
             else:
                 parameter.data = views[index].to(device, dtype, copy=True)
         self._detach_views()
-        self.shards.drop()
+        self.shards.keep_own_slice()
         if self.num_holders(num_params=0):
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()
@@ -751,39 +784,72 @@ class Bucket:
 
     # ---------------------------------------------------------------- failures
 
-    def undo_step(self) -> None:
-        """Returns to the idle phase after an optimizer failed in its step."""
+    def reset(self, *, has_regrouped: bool) -> list[Exception]:
+        """Drops collectives, steps, reads and gradients of a failed pass, and reshards. Local.
+
+        Args:
+            has_regrouped: Whether collectives in flight never end, because their groups are gone;
+                `unshard_again` follows.
+
+        Returns:
+            What has failed; the rest is done nevertheless.
+        """
+        errors: list[Exception] = []
+
+        def attempt(act: Callable[[], object]) -> Exception | None:
+            try:
+                act()
+            except Exception as error:
+                errors.append(error)
+                return error
+            return None
+
+        if has_regrouped and self._discard_unshard() and not self.shards_params:
+            self._set_phase(Phase.UNSHARDED)
+        attempt(partial(self._leave_failed_step, all_gathers=not has_regrouped))
+        attempt(self.shards.stop_reading)
+        attempt(self.grads.reset)
+        # data that a reshard refused is dropped, so the next attempt succeeds
+        for _ in range(len(self.parameters) + 1):
+            if not isinstance(attempt(self.reshard), ValueError):
+                break
+        return errors
+
+    def _leave_failed_step(self, *, all_gathers: bool) -> None:
+        """Returns to the idle phase after an optimizer failed in its step.
+
+        `all_gathers`: whether this issues the all-gather of changed replicated parameters.
+        """
         try:
             self.wait_for_step()
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
         if self.phase is Phase.STEP:
-            self.masters.leave_step(is_changed=True)
+            self.masters.leave_step(is_changed=True, all_gathers=all_gathers)
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
-    def cancel_unshard(self, *, is_lost: bool) -> None:
-        """Cancels an all-gather whose group is gone.
-
-        `is_lost`: no all-gather can complete the parameters any more; they stay guarded. Otherwise
-        `unshard_again` follows: one all-gather on every rank, in whichever state each rank was.
-        """
+    def _discard_unshard(self) -> bool:
+        """Discards an all-gather whose group is gone; returns whether there was one."""
         if self.phase is not Phase.UNSHARDING:
-            return
+            return False
         self._pending = None
         if self.shards_params:
             self.num_pins = 0
             self.enter_idle_phase()
-        elif not is_lost:
-            self._set_phase(Phase.UNSHARDED)
+        return True
 
     def unshard_again(self) -> None:
-        """All-gathers stepped parameters again after `cancel_unshard`. Collective."""
+        """All-gathers stepped parameters again, in whichever state each rank was. Collective."""
         if self.plan.stage.all_gathers_after_step:
-            self.wait_for_unshard()  # an all-gather that `undo_step` has issued
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
+
+    def mark_lost(self) -> None:
+        """Other ranks are lost: parameters that are not unsharded stay guarded. Local."""
+        self._discard_unshard()
+        self.grads.reset()
 
 
 # Active transforms of torch.func, the innermost last; None if there are none.
@@ -998,8 +1064,11 @@ class Masters:
                 grad = grad.read() if isinstance(grad, LazyTensor) else grad
                 parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
-    def leave_step(self, *, is_changed: bool) -> None:
-        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective."""
+    def leave_step(self, *, is_changed: bool, all_gathers: bool = True) -> None:
+        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective.
+
+        Without `all_gathers`, replicated parameters keep the values of this rank only.
+        """
         bucket = self._bucket
         for parameter in bucket.parameters:
             parameter.grad = None
@@ -1016,7 +1085,7 @@ class Masters:
             bucket.grads.set_param_grads()
         else:
             bucket.grads.restore_param_grads(hidden)
-        if is_changed and bucket.plan.stage.all_gathers_after_step:
+        if is_changed and all_gathers and bucket.plan.stage.all_gathers_after_step:
             bucket.mark_in_flight()
             bucket.end_step()
 

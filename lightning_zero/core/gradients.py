@@ -479,10 +479,10 @@ class Gradients:
             for own in ranges:
                 self._offloaded.apply_(change, own.start, own.stop)
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drops everything, after an exception or at teardown; every `.grad` is None."""
         if self._offloaded is not None:
-            self._offloaded.drop()
+            self._offloaded.reset()
         if self._reduction is not None:
             self._comm.discard(self._reduction[1])
             self.unsharded_grads = None  # a collective may still write to it

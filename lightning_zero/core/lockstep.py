@@ -14,7 +14,7 @@ The next round then compares the ranks' hashes of all batches so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import CommonCalls, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.health.watchdog import DesynchronizedError
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -48,7 +48,7 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
         RuntimeError: The context is entered during a backward.
         PeerFailedError: Another rank failed inside; the text has its error.
     """
-    found: dict[Lockstep, None] = {}
+    found: dict[CommonCalls, None] = {}
     for parameter in module.parameters():
         if has_placement(parameter):
             found[bucket_of(placement_of(parameter)).lockstep] = None
@@ -90,7 +90,7 @@ class Lockstep:
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
-    def __init__(self, schedule: Schedule, buckets: Sequence[Bucket], comm: Communicator) -> None:
+    def __init__(self, schedule: Schedule, comm: Communicator) -> None:
         self.is_in_loop = False
         self._schedule = schedule
         self._order = order = schedule.order
@@ -103,9 +103,6 @@ class Lockstep:
         self.gather_objects = comm.control.gather_objects
         self._depth = 0  # nested `uneven_step`
         self._reported: BaseException | None = None  # the error that the other ranks have received
-        comm.before_collective = self._order.announce_collective
-        for bucket in buckets:
-            bucket.lockstep = self
 
     @contextmanager
     def uneven_step(self) -> Iterator[None]:
@@ -186,10 +183,10 @@ class Lockstep:
         if self.is_in_loop:
             self._order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
             self._schedule.unsharder.reshard_all()
-            self.exit_loop()
+            self.reset()
 
-    def exit_loop(self) -> None:
-        """Marks the loop as ended, or as failed. Local."""
+    def reset(self) -> None:
+        """Leaves the loop, at its end or after an exception. Local."""
         self.is_in_loop = False
         self._update_order()
 

@@ -113,18 +113,19 @@ class Reducer:
         self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
 
-    def reset(self) -> None:
-        """After an exception, when gradients have been dropped. Local."""
+    def reset(self, *, has_regrouped: bool = False) -> None:
+        """After an exception, when gradients have been dropped. Local.
+
+        `has_regrouped`: whether the order of reductions may differ between ranks.
+        """
         self._comm.free_scratch()
         self._touched.clear()  # ranks may differ
         self.in_flight = None
         self._reduced = set()
         self._is_in_backward = self.is_mid_step = False
-
-    def recover(self) -> None:
-        """After ranks have regrouped: the agreed order may differ between them."""
-        self._is_sequence_agreed = False
-        self._sequence = list(reversed(self._buckets))
+        if has_regrouped:
+            self._is_sequence_agreed = False
+            self._sequence = list(reversed(self._buckets))
 
     # ---------------------------------------------------------------- one bucket
 

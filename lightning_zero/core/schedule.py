@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -134,7 +134,6 @@ class Schedule:
         unsharder: Unshards and prefetches the units.
         reducer: Reduces the gradients.
         shared: Buffers that are copied from rank 0.
-        is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Schedule:
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
-        self.is_accumulating = False
+        self._is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -228,7 +227,7 @@ class Schedule:
         self.prepare(copies_buffers=copies)
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
-            self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
+            self.shared.are_fresh = self._is_accumulating or not torch.is_grad_enabled()
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
@@ -237,7 +236,7 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
-        ends_step = self.reducer.ends_step = not self.is_accumulating
+        ends_step = self.reducer.ends_step = not self._is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -249,6 +248,15 @@ class Schedule:
             if not ends_step:
                 kind += ", of several"
             self.order.begin(kind, self.reducer.trainable())
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Context of forwards of micro-batches that end no step."""
+        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = was_accumulating
 
     def compare_assigned(self) -> None:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""
@@ -482,69 +490,49 @@ class Schedule:
 
     # ---------------------------------------------------------------- failures
 
-    def reset(self) -> None:
-        """Reshards all units and drops all gradients after an exception.
+    def reset(self, *, has_regrouped: bool = False, warns: bool = True) -> Exception | None:
+        """Drops what a failed pass has left, and reshards all units. Local.
 
-        Further failures are warnings, so that the user sees the exception.
-        """
-        error = self.reset_all()
-        if error is not None:
-            warnings.warn(f"after an exception: {error}", stacklevel=2)
+        In this order: the pass of the collective order; units; each bucket, also if another one
+        fails, because data of a wrong shape was assigned for example; the reducer.
 
-    def reset_all(self) -> Exception | None:
-        """As `reset`, but returns the first failure instead of warning.
+        Args:
+            has_regrouped: Whether all ranks have regrouped. Collectives in flight never end then,
+                and `Bucket.unshard_again` follows.
+            warns: Warn of the first failure, so that the user sees the exception before it.
 
-        A failure of one bucket, such as assigned data of a wrong shape, does not prevent the reset
-        of the others.
+        Returns:
+            The first failure.
         """
         self._has_forward = self._is_in_backward = False
         self._depth = 0
         self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
-        if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
-            _attempt(self.order.flush_schedule, errors)  # other ranks may follow the same schedule
-        self.order.reset()
+        if has_regrouped:
+            self.order.restart()
+        else:
+            if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
+                try:  # other ranks may follow the same schedule
+                    self.order.flush_schedule()
+                except Exception as error:
+                    errors.append(error)
+            self.order.reset()
         self.unsharder.reset()
         for bucket in self._buckets:
-            for act in (bucket.undo_step, bucket.shards.stop_reading, bucket.grads.drop):
-                _attempt(act, errors)
-        self.reducer.reset()
-        for bucket in self._buckets:
-            # data that a reshard refused is dropped, so the next attempt succeeds
-            for _ in range(len(bucket.parameters) + 1):
-                if not isinstance(_attempt(bucket.reshard, errors), ValueError):
-                    break
+            errors += bucket.reset(has_regrouped=has_regrouped)
+        self.reducer.reset(has_regrouped=has_regrouped)
         for unit in self.units:
             unit.is_saved_for_backward = False
+        if errors and warns:
+            warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None
 
-    def recover(self) -> None:
-        """As `reset`, after a regroup: collectives in flight never end; their groups are gone."""
-        self.order.restart()
-        self.reducer.recover()
-        for bucket in self._buckets:
-            bucket.cancel_unshard(is_lost=False)
-        self.reset()
-        for bucket in self._buckets:
-            bucket.unshard_again()
-
-    def abandon(self) -> None:
+    def mark_lost(self) -> None:
         """Leaves all parameters as they are; using one that is not unsharded raises an error."""
         for bucket in self._buckets:
-            bucket.cancel_unshard(is_lost=True)
-            bucket.grads.drop()
+            bucket.mark_lost()
         self._is_lost = True
-
-
-def _attempt(act: Callable[[], None], errors: list[Exception]) -> Exception | None:
-    """Calls `act`; appends its exception to `errors` and returns it."""
-    try:
-        act()
-    except Exception as error:
-        errors.append(error)
-        return error
-    return None
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -59,7 +59,7 @@ class Shards:
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
-        keeps_states_in_files: Whether optimizer states move to files; set with the optimizer.
+        keeps_states_in_files: Whether optimizer states move to files.
         state_stores: Optimizer states in files, by key.
         num_writes: Counter of steps and other writes to all values; some count more than once.
         num_slot_writes: Counters of writes to one slot alone, by slot.
@@ -80,7 +80,7 @@ class Shards:
         self.param_shard: ShardStore
         self.all_gather_input: ShardStore | None
         self.master: ShardStore | None
-        self.drop()
+        self.keep_own_slice()
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
@@ -204,7 +204,11 @@ class Shards:
         if self.own_master is not None:
             self.param_shard.write(start, values)
 
-    def drop(self) -> None:
+    def keep_states_in_files(self, is_kept: bool) -> None:
+        """Sets `keeps_states_in_files`, once the optimizer is known. Local."""
+        self.keeps_states_in_files = is_kept
+
+    def keep_own_slice(self) -> None:
         """Drops all shards except `own_slice` of the unsharded buffer."""
         self.all_gather_input = self.master = None
         self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
@@ -238,7 +242,7 @@ class Shards:
     def stop_reading(self) -> None:
         """Cancels a read ahead and returns its buffers."""
         if self.reader is not None:
-            self.reader.cancel()
+            self.reader.reset()
 
     # ---------------------------------------------------------------- writes by the user
 

@@ -176,7 +176,7 @@ class Unsharder:
         self._order.mark_used(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_unsharded:
             self._recorder.count_prefetch(is_hit=unit.is_unsharded)
-            self._drop_unclaimed(unit)
+            self._reshard_unclaimed(unit)
         while not unit.is_unsharded:
             self._order.request_unshard(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
@@ -184,7 +184,7 @@ class Unsharder:
             bucket.wait_for_unshard()
         self.prefetch()
 
-    def _drop_unclaimed(self, wanted: Unit) -> None:
+    def _reshard_unclaimed(self, wanted: Unit) -> None:
         """Reshards units that were unsharded before `wanted` and not used, in this order."""
         for unit in list(self._unclaimed):
             if unit is wanted:

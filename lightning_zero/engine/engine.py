@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
+from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.construction.materialize import check_can_materialize, materialize
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.hooks import Hooks
@@ -42,8 +43,9 @@ from lightning_zero.engine.consistency import (
 )
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
+from lightning_zero.health.together import failing_together
 from lightning_zero.health.watchdog import Watchdog
-from lightning_zero.health.world import failing_together, has_world
+from lightning_zero.health.world import has_world
 from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
@@ -129,7 +131,9 @@ class Engine:
             timeout=as_timeout(timeout),
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
+            before_collective=self._before_collective,
         )
+        self._is_ready = False  # `schedule` and `lockstep` exist
         comm, device, probed, checkpointed_modules, warned = _begin_together(
             module, optimizers, config, device=device, open_comm=open_comm
         )
@@ -154,7 +158,8 @@ class Engine:
             ]
             self.schedule = Schedule(module, units, self.buckets, comm, config)
             self._hooks = Hooks(module, self.buckets, self.schedule)
-            self.lockstep = Lockstep(self.schedule, self.buckets, comm)
+            self.lockstep = Lockstep(self.schedule, comm)
+            self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,
                 self.schedule.reducer,
@@ -196,6 +201,7 @@ class Engine:
             self.worker,
             grad_dtype=self.plan.grad_dtype(plan),
             unshard_out_of_order=self._unshard_out_of_order,
+            lockstep=lambda: self.lockstep,
             filled=filled,
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
@@ -206,6 +212,11 @@ class Engine:
     def _unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
         """Unshards `bucket`, whose parameter `name` is used outside of forward and backward."""
         self.schedule.unshard_out_of_order(bucket, name)
+
+    def _before_collective(self, name: str) -> None:
+        """Has all ranks issue collective `name` together, also if some are still in a pass."""
+        if self._is_ready:
+            self.schedule.order.announce_collective(name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's shards from now on. Collective.
@@ -253,12 +264,11 @@ class Engine:
         else over all ranks.
         """
         syncs, self._syncs = self._syncs, False
-        self.schedule.is_accumulating = True
         try:
-            yield
+            with self.schedule.accumulating():
+                yield
         finally:
             self._syncs = syncs
-            self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
         """Reduces the gradients that micro-batches under `no_sync` left local. Collective.
@@ -347,10 +357,18 @@ class Engine:
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self) -> None:
-        """Reshards all buckets after an exception and drops gradients. Local."""
-        self.worker.drain()
-        self.optimizers.reset()
+        """Reshards all buckets after an exception and drops gradients. Local.
+
+        In this order: the worker ends its steps; the optimizers leave their step, and the ranks
+        their loop; then `Schedule.reset`.
+        """
+        self._leave_step()
         self.schedule.reset()
+
+    def _leave_step(self) -> None:
+        self.worker.drain()  # it waits for no rank, and uses the present groups
+        self.optimizers.reset()
+        self.lockstep.reset()
 
     def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """Forms new process groups after an exception and reshards all buckets. Collective.
@@ -365,14 +383,14 @@ class Engine:
             Whether all ranks called this before the deadline. If not, collectives are no longer
             possible.
         """
-        self.worker.drain()  # it waits for no rank, and uses the groups that are replaced
-        self.optimizers.reset()
-        self.lockstep.exit_loop()
+        self._leave_step()
         if not self.comm.regroup(deadline, error):
             return False
-        self.schedule.recover()
+        self.schedule.reset(has_regrouped=True)
         for bucket in self.average_buckets:
-            bucket.cancel_unshard(is_lost=False)
+            bucket.reset(has_regrouped=True)
+        for bucket in self.buckets:
+            bucket.unshard_again()
         return True
 
     def _abort(self) -> None:
@@ -382,7 +400,7 @@ class Engine:
         self.optimizers.detach()
         self._end_checkpointing()
         self._hooks.detach()
-        self.schedule.abandon()
+        self.schedule.mark_lost()
         self.worker.close()
         self.storage.close()
         self.comm.close()
@@ -424,7 +442,7 @@ class Engine:
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        failure = self.schedule.reset_all() or failure
+        failure = self.schedule.reset(warns=False) or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
@@ -485,12 +503,15 @@ def _begin_together(
         if not has_world():
             raise
         failure = error
-    comm = open_comm(
-        device or torch.device("cpu"),
-        group_size=group_size,
-        compare=partial(compare, fields=descriptions, failure=failure),
-    )
-    assert device is not None, "else there is a failure, which `compare` has raised"
+
+    def check(control: GlooControlPlane) -> None:
+        with failing_together("begin", gather=control.gather_objects):
+            if failure is not None:
+                raise failure
+        compare(control, descriptions)
+
+    comm = open_comm(device or torch.device("cpu"), group_size=group_size, check=check)
+    assert device is not None, "else there is a failure, which `check` has raised"
     return comm, device, probed, checkpointed_modules, warned
 
 
@@ -581,7 +602,7 @@ def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
 def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
     """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
     param, optimizer = config.offloads
-    with failing_together("allocate its shards", comm.control.gather_objects):
+    with failing_together("allocate its shards", gather=comm.control.gather_objects):
         storage = Storage(
             comm.device,
             rank=comm.rank,

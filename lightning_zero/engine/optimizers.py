@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.consistency import ComparedFields, compare
+from lightning_zero.comm.consistency import compare
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
+from lightning_zero.health.together import failing_together
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
@@ -125,10 +126,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     def attach(self, optimizer: Optimizer) -> None:
         """Checks, compares and adds an optimizer: see `Engine.attach`. Collective."""
-        found: ProbeResult | None = None
-        description: ComparedFields = {}
-        failure: Exception | None = None
-        try:
+        with failing_together("begin", gather=self._comm.control.gather_objects):
             found = self._check_and_probe(optimizer)
             check_full_tensors(optimizer, found)
             names = {
@@ -137,10 +135,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 for parameter, slot in zip(bucket.parameters, bucket.plan.layout.slots, strict=True)
             }
             description = describe_optimizer(len(self), optimizer, found, names)
-        except Exception as error:
-            failure = error
-        compare(self._comm.control, description, failure)
-        assert found is not None, "else there is a failure, which `compare` has raised"
+        compare(self._comm.control, description)
         self.add(optimizer, found)
 
     def add(self, optimizer: Optimizer, found: ProbeResult) -> None:
@@ -171,8 +166,9 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
         has_tensor_owners = bucket.plan.layout.has_tensor_owners
-        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not has_tensor_owners
-        if bucket.shards.keeps_states_in_files or self._comm.rank or optimizer in self._warned:
+        is_kept = kind is StepKind.BY_BUCKET and not has_tensor_owners
+        bucket.shards.keep_states_in_files(is_kept)
+        if is_kept or self._comm.rank or optimizer in self._warned:
             return
         self._warned.append(optimizer)
         reason = "can only step all parameters in one call"

@@ -67,7 +67,7 @@ class Shadow:
     ) -> Bucket:
         """Bucket of the copy for one bucket of the module. Collective."""
         plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
-        copy = _ShadowBucket(
+        return _ShadowBucket(
             dataclasses.replace(
                 plan,
                 dtype=dtype,
@@ -81,9 +81,8 @@ class Shadow:
             self._engine.worker,
             grad_dtype=dtype,
             unshard_out_of_order=_raise_sharded,
+            lockstep=lambda: self._engine.lockstep,
         )
-        copy.lockstep = self._engine.lockstep
-        return copy
 
     @contextmanager
     def shard_views(self, *, write_back: bool) -> Iterator[None]:

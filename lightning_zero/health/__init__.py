@@ -1,6 +1,7 @@
 """Health of the ranks: failures are detected and end all waits. Imports layout.
 
     world         the default process group: its backend, timeouts and store; disconnecting groups
+    together      `run_on_all_ranks`: work that fails on all ranks if it fails on one
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store
     reports       status of every rank, reported after a long wait

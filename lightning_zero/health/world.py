@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -23,15 +23,12 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "broadcast_object",
     "disconnect_groups",
-    "failing_together",
     "gather_objects",
     "has_world",
     "is_world",
     "known_backends",
     "leave_world",
     "open_store",
-    "raise_together",
-    "describe_failure",
     "wait_for_world",
     "world_size",
 ]
@@ -129,59 +126,6 @@ def gather_objects(value: Any) -> list[Any]:
     box: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(box, value)
     return box
-
-
-@contextmanager
-def failing_together(
-    what: str, gather: Callable[[Any], Sequence[Any]] = gather_objects
-) -> Iterator[None]:
-    """Context of local work that may fail on some ranks: if it does, all ranks raise. Collective.
-
-    Args:
-        what: The work, such as "open one.ckpt" in "rank 1 could not open one.ckpt".
-        gather: Returns every rank's picklable object on every rank.
-
-    Raises:
-        Exception: See `raise_together`.
-    """
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    raise_together(failure, gather(describe_failure(failure)), what)
-
-
-def describe_failure(failure: Exception | None) -> tuple[str, int | None] | None:
-    """Returns the text and errno of a failure, to be sent to the other ranks; None: no failure."""
-    if failure is None:
-        return None
-    number = failure.errno if isinstance(failure, OSError) else None
-    return f"{type(failure).__name__}: {failure}", number
-
-
-def raise_together(
-    failure: Exception | None, failures: Sequence[tuple[str, int | None] | None], what: str
-) -> None:
-    """Raises on every rank if any rank has failed. See `failing_together`.
-
-    Args:
-        failure: This rank's failure, if any.
-        failures: Failures by rank, as `describe_failure` returns them.
-        what: As in `failing_together`.
-
-    Raises:
-        Exception: `failure`, if this rank has failed.
-        OSError: Another rank has failed with an OSError of this errno.
-        RuntimeError: Another rank has failed with another error. Both name the rank and its error.
-    """
-    if failure is not None:
-        raise failure
-    for rank, described in enumerate(failures):
-        if described is not None:
-            reason, number = described
-            text = f"rank {rank} could not {what}: {reason}"
-            raise RuntimeError(text) if number is None else OSError(number, text)
 
 
 def leave_world() -> None:

@@ -44,12 +44,13 @@ from lightning_zero.observe.report import JobReport, TransferStats, memory_repor
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
+from lightning_zero.strategy.saving import SavingCallback
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["MonitorConfig", "FitMonitor", "RecordedStep", "Window", "Windows", "ZeroMonitor"]
 
 
-class ZeroMonitor(pl.Callback):
+class ZeroMonitor(SavingCallback):
     """Logs memory, compute time, communication and waits of every rank, and prints a report.
 
     One of `every_n_steps` optimizer steps is recorded, with all of its micro-batches (in manual
@@ -149,7 +150,6 @@ class ZeroMonitor(pl.Callback):
             folder=Path(run, "zero"),
             progress=_progress(trainer),
         )
-        strategy.before_saving = self._fit.end_window
         loggers = trainer.loggers if trainer.is_global_zero else []
         self._panels = [WandbPanels(run) for run in loggers if isinstance(run, WandbLogger)]
 
@@ -185,6 +185,11 @@ class ZeroMonitor(pl.Callback):
             self._fit.end_window()  # code between epochs is in no window
 
     @override
+    def before_saving(self) -> None:
+        if self._fit is not None:
+            self._fit.end_window()
+
+    @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._fit is not None:
             self._fit.pause()
@@ -193,15 +198,9 @@ class ZeroMonitor(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        fit = self._stop(trainer)
-        if fit is not None:
-            fit.windows.stop()
-
-    def _stop(self, trainer: pl.Trainer) -> FitMonitor | None:
         fit, self._fit = self._fit, None
         if fit is not None:
-            zero_strategy(trainer, self).before_saving = None
-        return fit
+            fit.windows.stop()
 
     def _log(self, trainer: pl.Trainer, recorded: RecordedStep | None) -> None:
         if recorded is None or not trainer.is_global_zero:
@@ -214,7 +213,7 @@ class ZeroMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        fit = self._stop(trainer)
+        fit, self._fit = self._fit, None
         if fit is None:
             return
         self._log(trainer, fit.last())

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from lightning_zero.core.bucket import Bucket, bucket_of
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
-from lightning_zero.health.world import failing_together
+from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
 from lightning_zero.optim.clone import (
@@ -193,7 +193,10 @@ class OptimizerStep:
         self._is_inside = True
         self._stepping = buckets
         try:
-            with failing_together(f"run {call}", lockstep.gather_objects), self._on_slices(call):
+            with (
+                failing_together(f"run {call}", gather=lockstep.gather_objects),
+                self._on_slices(call),
+            ):
                 result = method(*args, **kwargs)
         finally:
             self._leave()

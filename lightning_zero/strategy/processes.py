@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -25,10 +25,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
 from lightning_zero.health.world import (
     broadcast_object,
-    failing_together,
     has_world,
     is_world,
     open_store,
@@ -44,6 +44,7 @@ from lightning_zero.strategy.settings import check_backend
 
 __all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
 
+_T = TypeVar("_T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _START_METHODS = get_args(StartMethod)
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for all ranks to start
@@ -253,11 +254,11 @@ class ProcessStrategy(ParallelStrategy):
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    def _on_rank_zero(self, what: str, act: Callable[[], None]) -> None:
-        """Runs `act` on rank 0; the others wait, and raise as in `failing_together`. Collective."""
-        with failing_together(what, lambda outcome: [self.broadcast(outcome)]):
-            if self.is_global_zero:
-                act()
+    def run_on_rank_zero(self, what: str, action: Callable[[], _T]) -> _T:
+        """As `run_on_all_ranks`, for rank 0 alone; returns its result. Collective."""
+        own: Callable[[], Any] = action if self.is_global_zero else lambda: None
+        result: _T = run_on_all_ranks(own, gather=lambda one: [self.broadcast(one)], what=what)[0]
+        return result
 
 
 def _shape_of(tensor: Tensor) -> str:

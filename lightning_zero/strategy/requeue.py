@@ -146,9 +146,14 @@ class Requeueing(_SignalConnector):
             return None
         strategy: Any = self.trainer.strategy
         strategy.setup_environment()  # creates the group, so that rank 0 decides for all
-        strategy._on_rank_zero(f"recover {self.path}", lambda: recover(self.path))
-        strategy._on_rank_zero(f"check {self.path}", lambda: _check_owner(self.path))
-        self.path, exists = strategy.broadcast((self.path, self.path.exists()))
+        path = self.path
+        strategy.run_on_rank_zero(f"recover {path}", lambda: recover(path))
+
+        def check() -> tuple[Path, bool]:
+            _check_owner(path)
+            return path, path.exists()
+
+        self.path, exists = strategy.run_on_rank_zero(f"check {path}", check)
         if not exists:
             begins = "from scratch" if not start else f"from {start}"
             rank_zero_warn(

@@ -67,22 +67,21 @@ def _resumes_after_exception(trainer: Trainer) -> bool:
 def _find(trainer: Trainer, ckpt_path: str, weights_only: bool | None) -> str | None:
     strategy: Any = trainer.strategy
     strategy.setup_environment()
-    found: list[str | None] = [ckpt_path]
 
-    def search() -> None:
+    def search() -> str | None:
         tidy_folders(trainer)
         if ckpt_path == _NEWEST:
-            found[0] = _newest(trainer, weights_only)
-        elif trainer.state.fn == TrainerFn.FITTING:  # else Lightning uses other arguments, too
-            connector = trainer._checkpoint_connector
-            path = connector._parse_ckpt_path(
-                TrainerFn.FITTING, _LAST, model_provided=True, model_connected=False
-            )
-            found[0] = None if path is None else str(path)
+            return _newest(trainer, weights_only)
+        if trainer.state.fn != TrainerFn.FITTING:  # Lightning uses other arguments, too
+            return ckpt_path
+        connector = trainer._checkpoint_connector
+        path = connector._parse_ckpt_path(
+            TrainerFn.FITTING, _LAST, model_provided=True, model_connected=False
+        )
+        return None if path is None else str(path)
 
-    strategy._on_rank_zero(f"find the {ckpt_path} checkpoint", search)
-    path: str | None = strategy.broadcast(found[0])
-    return path
+    found: str | None = strategy.run_on_rank_zero(f"find the {ckpt_path} checkpoint", search)
+    return found
 
 
 def _newest(trainer: Trainer, weights_only: bool | None) -> str | None:

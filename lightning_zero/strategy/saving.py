@@ -31,7 +31,7 @@ from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.core import saving as lightnings
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -58,6 +58,7 @@ from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -67,6 +68,7 @@ __all__ = [
     "METADATA_KEY",
     "CheckpointType",
     "Saving",
+    "SavingCallback",
     "ZeroCheckpointIO",
     "patch_load_from_checkpoint",
     "is_download",
@@ -80,6 +82,13 @@ METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote
 
 _CHECKPOINT_TYPES = get_args(CheckpointType)
 _SHARDED_NUMEL = 2**31  # parameter elements from which on "auto" is sharded
+
+
+class SavingCallback(Callback):
+    """Callback with one more hook."""
+
+    def before_saving(self) -> None:
+        """Called before the tensors of a checkpoint are gathered, on every rank."""
 
 
 class Saving:
@@ -277,7 +286,8 @@ class Saving:
             pin = engine.device.type == "cuda"
             try:
                 # Memory may be short on one rank only.
-                channel.attempt(lambda: save.snapshot(self._memory, pin=pin))
+                copy_values = partial(save.snapshot, self._memory, pin=pin)
+                run_on_all_ranks(copy_values, gather=channel.all_gather)
             except BaseException:
                 self._memory.clear()
                 raise

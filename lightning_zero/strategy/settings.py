@@ -27,7 +27,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.consistency import describe_config
-from lightning_zero.health.world import failing_together, gather_objects, known_backends
+from lightning_zero.health.together import failing_together
+from lightning_zero.health.world import gather_objects, known_backends
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.optim.probe import find_full_optimizers

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ from lightning_zero.checkpoint.source import raise_damage_on_any_rank
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
+from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import (
     DEFAULT_TIMEOUT,
-    failing_together,
     gather_objects,
 )
 from lightning_zero.layout.config import Modules, WaitLimits
@@ -81,6 +81,7 @@ from lightning_zero.strategy.saving import (
     METADATA_KEY,
     CheckpointType,
     Saving,
+    SavingCallback,
     ZeroCheckpointIO,
     is_download,
     is_user_io,
@@ -276,7 +277,6 @@ class ZeroStrategy(EngineStrategy):
         )
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file
-        self.before_saving: Callable[[], object] | None = None  # called before tensors are gathered
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @classmethod
@@ -444,10 +444,12 @@ class ZeroStrategy(EngineStrategy):
 
     def _module_state(self, *, is_for_file: bool = True) -> dict[str, Any]:
         """Contents of a checkpoint; see [Note: Two kinds of state dict]. Collective."""
-        if self.before_saving is not None:
-            self.before_saving()
         module = self.lightning_module
         assert module is not None
+        trainer = module._trainer
+        for callback in trainer.callbacks if trainer is not None else ():  # type: ignore[attr-defined]
+            if isinstance(callback, SavingCallback):
+                callback.before_saving()
         if not self._can_communicate():
             return {}
         self._synchronize("the state of the module, for a checkpoint")
@@ -548,7 +550,7 @@ class ZeroStrategy(EngineStrategy):
             io.save_checkpoint(checkpoint, filepath, storage_options)
 
         # All ranks raise if rank 0 does; else they would wait for it in the next collective.
-        self._on_rank_zero(f"save {filepath}", write)
+        self.run_on_rank_zero(f"save {filepath}", write)
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
@@ -577,7 +579,7 @@ class ZeroStrategy(EngineStrategy):
             return super().load_checkpoint(path, weights_only=weights_only)
         with failing_together(f"reach {path}"):
             check_shared(path, self.world_size)
-        self._on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
+        self.run_on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
         raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
         with failing_together(f"open {path}"):
             checkpoint = open_checkpoint(path, weights_only=weights_only)

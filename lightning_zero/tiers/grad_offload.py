@@ -147,7 +147,7 @@ class OffloadedGrad:
                 pending.transfer.wait()
             self._release_staging(pending)
 
-    def drop(self) -> None:
+    def reset(self) -> None:
         """Drops a mean in flight, after an exception."""
         pending = self._take_pending()
         if pending is not None:

@@ -87,13 +87,6 @@ class Transfer:
         if not blocks:
             self._finish()
 
-    def abandon(self) -> None:
-        """Marks this as done after an interrupt in `begin`; a thread may still move a block."""
-        self.cancel()
-        with self._lock:  # a thread may end its last block at this moment
-            if not self.is_done:
-                self._finish()
-
     def end_block(self, error: Exception | None) -> None:
         """Marks one block as moved or, with an error, as failed; then no further block begins."""
         with self._lock:
@@ -124,9 +117,18 @@ class Transfer:
         with self._in_flight:
             pass
 
-    def cancel(self) -> None:
-        """Begins no further block; the memory is free after `wait_until_done`."""
+    def cancel(self, *, is_queued: bool = True) -> None:
+        """Begins no further block; the memory is free after `wait_until_done`.
+
+        `is_queued`: whether `begin` has queued all blocks; after an interrupt in `begin` this is
+        done at once, and a thread may still move a block.
+        """
         self.is_cancelled = True
+        if is_queued:
+            return
+        with self._lock:  # a thread may end its last block at this moment
+            if not self.is_done:
+                self._finish()
 
     def overlaps(self, other: Transfer) -> bool:
         return self.start < other.stop and other.start < self.stop
@@ -201,7 +203,7 @@ class NvmeFile:
                 self._in_flight.append(new)
                 new.begin(blocks, store.writing if is_write else store.reading)
             except BaseException:
-                new.abandon()  # otherwise a later transfer would wait for it forever
+                new.cancel(is_queued=False)  # otherwise a later transfer would wait for it forever
                 raise
         return new
 

@@ -141,7 +141,7 @@ class Pipeline:
         """Runs all jobs in order; writes may still be in flight when it returns.
 
         After an exception (of a job, or an OSError of a read or an earlier write) all prefetched
-        reads are dropped; `cancel` waits for the writes.
+        reads are dropped; `reset` waits for the writes.
         """
         self._check(jobs)
         begun = [list(slot.job.ranges) for slot in self._loaded]
@@ -163,7 +163,7 @@ class Pipeline:
         """Waits for all writes; raises an OSError if one of them failed."""
         self._finish_writes(self._slots)
 
-    def cancel(self) -> None:
+    def reset(self) -> None:
         """Drops what was read, finishes the writes, and discards errors.
 
         Then no transfer uses a buffer. Reading bytes whose write has failed is still an error.

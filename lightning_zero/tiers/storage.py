@@ -216,7 +216,7 @@ class ParamReader:
                     if is_pooled:
                         self._pool.release(buffer, left)
         finally:
-            self.cancel()
+            self.reset()
 
     def _next(self, start: int, stop: int) -> tuple[Tensor, Transfer, bool]:
         """Returns buffer and read of the next chunk, and whether the buffer is the pool's."""
@@ -229,7 +229,7 @@ class ParamReader:
         spare = aligned_empty(padded_bytes(stop - start, self._store.dtype), pin=False)
         return spare, self._store.begin_fetch(start, stop, spare), False
 
-    def cancel(self) -> None:
+    def reset(self) -> None:
         """Returns the buffers of reads that are not used."""
         for buffer, transfer in self._begun:
             transfer.wait_until_done()
@@ -393,7 +393,7 @@ class Storage:
         """Removes all files; every store in a file is lost. Closing twice is harmless."""
         made = self.__dict__  # holds the cached properties that have been used
         if "pipeline" in made:
-            self.pipeline.cancel()
+            self.pipeline.reset()
         if "param_pool" in made:
             self.param_pool.close()
         for store in self._stores.values():

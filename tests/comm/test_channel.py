@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.health.together import run_on_all_ranks
 from tests.support.ranks import RankError, run_ranks
 
 
@@ -33,7 +34,11 @@ def _send(rank, world_size):
     channel = _comm().open_channel()
     with channel.session():
         gathered = channel.gather(rank)
-        return gathered, channel.broadcast(f"from {rank}"), channel.attempt(lambda: rank * 10)
+        return (
+            gathered,
+            channel.broadcast(f"from {rank}"),
+            run_on_all_ranks(lambda: rank * 10, gather=channel.all_gather),
+        )
 
 
 def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_stays_usable():
@@ -50,8 +55,63 @@ def _fail(rank, world_size):
             raise OSError(28, "no space", "there")
 
     with pytest.raises(OSError) as raised:
-        channel.attempt(action)
+        run_on_all_ranks(action, gather=channel.all_gather)
     return (raised.value.errno, str(raised.value)), channel.gather(rank)
+
+
+def test_ranks_that_fail_differently_raise_errors_of_one_kind():
+    copied, named = zip(*run_ranks(4, _fail_differently), strict=True)
+    first, third = "OSError: [Errno 28] no space", "OSError: [Errno 28] full"
+    assert copied == (first, f"{first} from TypeError", third, f"{first} from None")
+    text = f"OSError: [Errno 28] rank 0 could not write: {first}"
+    assert named == (first, f"{text} from TypeError", third, f"{text} from None")
+
+
+def _fail_differently(rank, world_size):
+    channel = _comm().open_channel()
+    failures = [OSError(28, "no space"), TypeError("a number"), OSError(28, "full"), None]
+
+    def fail():
+        if failures[rank] is not None:
+            raise failures[rank]
+
+    texts = []
+    for what in (None, "write"):
+        with pytest.raises(OSError) as raised:
+            run_on_all_ranks(fail, gather=channel.all_gather, what=what)
+        text = f"{type(raised.value).__name__}: {raised.value}"
+        cause = raised.value.__cause__
+        if isinstance(cause, RuntimeError):
+            assert str(cause) == "rank 0 raised OSError: [Errno 28] no space"
+            cause = None
+        own = raised.value is failures[rank]
+        texts.append(text if own else f"{text} from {type(cause).__name__ if cause else None}")
+    return tuple(texts)
+
+
+class _TwoArgumentsError(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def test_an_error_that_cannot_be_copied_is_described():
+    assert run_ranks(2, _fail_alone) == [
+        "RuntimeError: rank 1 raised _TwoArgumentsError: one and two",
+        "_TwoArgumentsError: one and two",
+    ]
+
+
+def _fail_alone(rank, world_size):
+    channel = _comm().open_channel()
+
+    def fail():
+        if rank == 1:
+            raise _TwoArgumentsError("one", "two")
+
+    try:
+        run_on_all_ranks(fail, gather=channel.all_gather)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others_at_once():
@@ -68,8 +128,8 @@ def _die(rank, world_size):
     channel.gather(rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.attempt(lambda: rank)
-    channel.attempt(lambda: rank)
+    run_on_all_ranks(lambda: rank, gather=channel.all_gather)
+    run_on_all_ranks(lambda: rank, gather=channel.all_gather)
 
 
 def test_aborting_ends_the_wait_of_the_others_but_not_a_session_in_progress():
@@ -100,4 +160,4 @@ def _abort_between_sessions(rank, world_size):
     assert results == [0, 1]
     if rank == 0:
         with pytest.raises(RuntimeError), channel.session():
-            channel.attempt(lambda: None)
+            run_on_all_ranks(lambda: None, gather=channel.all_gather)

@@ -45,7 +45,7 @@ def fails_clearly(file, pattern):
         with pytest.raises(OSError, match=pattern) as caught:
             step(pipeline, file)
         assert str(file.path) in str(caught.value)
-        pipeline.cancel()
+        pipeline.reset()
 
 
 def test_a_full_disk_is_an_error_with_the_bytes_requested_and_free(mounted, filled):

@@ -218,7 +218,7 @@ def test_after_an_exception_in_a_job_the_next_step_is_right(store):
 
     with pytest.raises(KeyError):
         pipeline.run(jobs(fail))
-    pipeline.cancel()
+    pipeline.reset()
     pipeline.run(jobs())
     pipeline.drain()
     assert content(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
@@ -251,7 +251,7 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tm
                     pipeline.run(jobs)
                     pipeline.prefetch(jobs)
                 raise InterruptedHere  # it was raised in a callback of the garbage collector
-            pipeline.cancel()
+            pipeline.reset()
             store.close()
             assert not list(tmp_path.iterdir())
     finally:
