@@ -12,6 +12,7 @@ from lightning_zero.core.building import partial_of
 from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
 from lightning_zero.health.world import failing_together
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
+from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = ["full_grad", "gathered"]
 
@@ -68,13 +69,12 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
     bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
-    if bucket.grads.fetch(placement.index) is None:
-        return None
-    main_grad = bucket.grads.main_grad
-    assert main_grad is not None
-    if bucket.replicates_optim:
-        return bucket.grads.slices[placement.index].clone()
-    return bucket.masters.all_gather_values(main_grad).views[placement.index].clone()
+    own = bucket.grads.fetch(placement.index)
+    if own is None or bucket.replicates_optim:
+        return own if own is None else own.clone()
+    own = own.read() if isinstance(own, LazyTensor) else own
+    spec = bucket.shard_specs[placement.index]
+    return spec.all_gather(own, bucket.plan.name).view(placement.shape)
 
 
 def _buckets_of(

@@ -186,7 +186,9 @@ class Bucket:
             self.offloaded_grad = OffloadedGrad(
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
-        self.shard_specs = [ShardSpec(slot, plan.layout, comm) for slot in plan.layout.slots]
+        self.shard_specs = [
+            ShardSpec(slot, plan.layout, comm, worker.drain) for slot in plan.layout.slots
+        ]
         offloaded, wait = self.offloaded_grad, self.wait_for_step
         self.grads = Gradients(
             plan, parameters, comm, grad_dtype, offloaded, self.shard_specs, wait
@@ -913,14 +915,15 @@ class Masters:
 
     def all_gather_values(self, part: Tensor) -> FlatBuffer:
         """A new buffer with every rank's `part`: 1-D, laid out as the master. Collective."""
-        bucket = self._bucket
+        bucket, layout = self._bucket, self._bucket.plan.layout
         bucket.wait_for_all_steps()  # their all-gathers come first on all ranks
         with torch.no_grad():
-            buffer = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
-            self._shards.own_slice_of(buffer).copy_(part)
-            if not bucket.replicates_optim:
-                bucket.all_gather_into(buffer.tensor).wait()
-        return buffer
+            if bucket.replicates_optim:
+                memory = part.to(bucket.device, copy=True)
+            else:
+                name = bucket.plan.name
+                memory = bucket.comm.all_gather_shards(part, name, layout.split_sizes)
+            return FlatBuffer(layout, part.dtype, bucket.device, memory=memory)
 
     def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """Full n-D optimizer states, by slot, from every rank's slices. Collective.

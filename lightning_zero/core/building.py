@@ -370,10 +370,7 @@ class Building:
                     "the same parameters on all ranks."
                 )
             shard = self._shard_of(parameter.detach().reshape(-1))
-        numel = self._comm.size * shard.numel()
-        full = torch.empty(numel, dtype=shard.dtype, device=self.device)
-        self._comm.all_gather(full, piece.name, source=shard).wait()
-        return full[: piece.shape.numel()]
+        return self._comm.all_gather_shards(shard, piece.name)[: piece.shape.numel()]
 
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request)

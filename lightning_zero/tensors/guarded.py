@@ -402,7 +402,8 @@ def _call_on_shards(
         if not isinstance(data, ShardedTensor):
             _ensure_unsharded(placement)
             return value
-        data.is_tracked = value.requires_grad
+        if value.requires_grad:
+            data = data.tracked()
         given.append((data, value))
         return data
 
