@@ -38,7 +38,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.tensors.guarded import (
     Placement,
@@ -48,6 +47,7 @@ from lightning_zero.tensors.guarded import (
     set_placement,
     unguard,
 )
+from lightning_zero.tensors.reductions import sum_of_bits
 
 __all__ = ["Building", "PartialParameter", "move_all_but_parameters", "partial_of"]
 
@@ -101,10 +101,6 @@ class PartialParameter:
         parameter = self.parameter
         assert parameter is not None
         return nn.Parameter(values.detach().clone(), parameter.requires_grad)
-
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Not reached: a comparison first uses the values, which unshards them."""
-        raise AssertionError(self.name)
 
     def read_into(self, view: Tensor) -> None:
         """Copies the full values into `view` and frees the shard. Collective."""

@@ -83,9 +83,6 @@ class ParameterHolder(Protocol):
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """Returns a plain copy of slot `index`. Collective if it is sharded."""
 
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """`torch.equal` between steps; at least `one` is sharded. Collective."""
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -163,8 +160,8 @@ class GuardedParameter(nn.Parameter):
             return args[0].to(*_resolve_like(args[1:]), **kwargs)
         elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
             return _SHAPED_AS[func](args[0], args[1].shape)
-        elif func in (torch.equal, Tensor.equal):
-            return _equal(*args, **kwargs)
+        elif func in _EQUAL and (known := _equal_by_metadata(*args, **kwargs)) is not None:
+            return known
         elif func is torch.autograd.backward:
             return _backward(*args, **kwargs)
         elif func not in _UNTOUCHED:
@@ -324,24 +321,11 @@ def has_unmanaged_parameters(module: nn.Module) -> bool:
     return False
 
 
-def _equal(input: Tensor, other: Tensor) -> bool:
-    """`torch.equal`, which communicates between steps only if it has to."""
-    one = input
-    if one is other:
+def _equal_by_metadata(input: Tensor, other: Tensor) -> bool | None:
+    """`torch.equal` of the same tensor, or of different shapes; None if values decide."""
+    if input is other:
         return True
-    if one.shape != other.shape:
-        return False
-    if not has_placement(one):
-        one, other = other, one
-    placement = placement_of(one)
-    try:
-        for parameter in _guarded_in((one, other)):
-            if isinstance(parameter, GuardedParameter):
-                _ensure_unsharded(placement_of(parameter))
-    except BetweenStepsError:
-        return placement.bucket.equals(one, other)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.equal(one, other)
+    return None if input.shape == other.shape else False
 
 
 def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
@@ -460,7 +444,8 @@ _SHAPED_AS: dict[Any, Callable[..., Any]] = {
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_DETACHING = {Tensor.detach}
+_EQUAL = {torch.equal, Tensor.equal}
+_DETACHING = {Tensor.detach, *_EQUAL}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 # Functions that do not read the values; they act on the object itself.

@@ -82,9 +82,8 @@ def _extreme(sign: int, name: str, dtype: torch.dtype | None = None) -> Callable
 
 
 def sum_of_bits(values: Tensor) -> Tensor:
-    """Sum of `values`, 1-D, read as integers of the same size: 0-dim, int64; -0.0 counts as 0.0."""
-    words = (values + 0).view(_WORDS[values.element_size()])
-    return words.sum(dtype=torch.int64)
+    """Sum of `values`, 1-D, read as integers of the same size: 0-dim, int64."""
+    return values.view(_WORDS[values.element_size()]).sum(dtype=torch.int64)
 
 
 # ---------------------------------------------------------------- norms

@@ -540,7 +540,8 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return False
     are_sharded = isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)
     if are_sharded and one.dtype is other.dtype and not one.spec.matches(other.spec):
-        difference = sum_of_bits(one.local).to(one.device) - sum_of_bits(other.local).to(one.device)
+        bits = [sum_of_bits(each.local + 0) for each in (one, other)]  # + 0: -0.0 equals 0.0
+        difference = bits[0] - bits[1].to(bits[0].device)
         if int(one.comm.sum_over_shards_(difference, one.call_of("equal"))) != 0:
             return False
     is_same = _elementwise(torch.ops.aten.eq.Tensor, "equal", args, {})
