@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad, gathered
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.tensors.sharded import ShardedTensor
+from tests.cells import SHARDED_STAGE
 from tests.distributed.ranks import run_ranks
 
 WORLD_SIZE = 3  # one rank has an empty shard of the second weight
@@ -179,6 +181,31 @@ def _mixed(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_of_16_bit_parameters_equal_the_full_gradients(stage):
     run_ranks(2, _mixed, stage)
+
+
+def _gather(rank, world_size, stage):
+    net, reference, _, engine = build(stage)
+    backward(net, reference, engine, rank, world_size)
+    sent, all_gather = [], Communicator.all_gather
+
+    def counted(comm, buffer, *args, **kwargs):
+        sent.append(buffer.nbytes)
+        return all_gather(comm, buffer, *args, **kwargs)
+
+    Communicator.all_gather = counted
+    engine.comm.sum_over_shards_ = engine.comm.max_ = None  # fails if it is called
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-5, atol=1e-6)
+        assert torch.equal(full_grad(p), p.grad.full_tensor())
+        extra = [num_bytes - q.nbytes for num_bytes in sent]
+        assert all(0 <= num_bytes < 4 * world_size for num_bytes in extra), (q.shape, sent)
+        sent.clear()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_full_tensor_is_one_all_gather_of_its_own_elements(stage):
+    run_ranks(WORLD_SIZE, _gather, stage)
 
 
 # ---------------------------------------------------------------- refused operations
