@@ -19,12 +19,13 @@ _UNTAGGED = {
     "fill",
     "floor_divide",
     "full_like",
+    "isclose",
     "masked_fill",
     "ones_like",
     "zero",
     "zeros_like",
 }
-_REDUCTIONS = {"all", "any", "max", "min"}  # some of their overloads are elementwise
+_REDUCTIONS = {"max", "min"}  # although their overloads of two tensors are elementwise
 
 
 def is_elementwise_operator(func: Any) -> bool:
