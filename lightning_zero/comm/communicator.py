@@ -199,7 +199,7 @@ class Communicator:
         sizes = split_sizes or [shard.numel()] * self.mesh.num_shards
         buffer = torch.empty(sum(sizes), dtype=shard.dtype, device=self.device)
         start = sum(sizes[: self.mesh.shard_rank])
-        buffer[start : start + shard.numel()].copy_(shard)
+        buffer[start : start + shard.numel()].copy_(shard.detach())
         itemsize = shard.dtype.itemsize  # bytes, because backends do not send every dtype
         in_bytes = None if len(set(sizes)) == 1 else [itemsize * numel for numel in sizes]
         self.all_gather(buffer.view(torch.uint8), name, split_sizes=in_bytes).wait()
