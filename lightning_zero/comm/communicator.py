@@ -186,6 +186,25 @@ class Communicator:
             Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, split_sizes
         )
 
+    def all_gather_shards(
+        self, shard: Tensor, name: str = "", split_sizes: SplitSizes = None
+    ) -> Tensor:
+        """Returns the shards of this rank's shard group, one after another: 1-D, new. Waits.
+
+        Args:
+            shard: This rank's shard: 1-D, of any dtype, on any device.
+            name: As in `all_gather`.
+            split_sizes: As in `all_gather`; no shard is empty.
+        """
+        sizes = split_sizes or [shard.numel()] * self.mesh.num_shards
+        buffer = torch.empty(sum(sizes), dtype=shard.dtype, device=self.device)
+        start = sum(sizes[: self.mesh.shard_rank])
+        buffer[start : start + shard.numel()].copy_(shard.detach())
+        itemsize = shard.dtype.itemsize  # bytes, because backends do not send every dtype
+        in_bytes = None if len(set(sizes)) == 1 else [itemsize * numel for numel in sizes]
+        self.all_gather(buffer.view(torch.uint8), name, split_sizes=in_bytes).wait()
+        return buffer
+
     def reduce_scatter(
         self, buffer: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
     ) -> Pending:
@@ -247,6 +266,11 @@ class Communicator:
         both = torch.stack([tensor.masked_fill(is_nan, -torch.inf), is_nan.to(tensor.dtype)])
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
+
+    def announce(self, name: str) -> None:
+        """Calls `before_collective` if there are other ranks. Collective."""
+        if self._group is not None and self.size > 1:
+            self._before_collective(name)
 
     def wait_for_cpu_copies(self) -> None:
         """Waits until the copies to the CPU on the current stream are done. Local."""
@@ -358,8 +382,8 @@ class Communicator:
         self._group, self._groups = None, []
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
+        self.announce(name)
         if self._group is not None and self.size > 1:
-            self._before_collective(name)
             # Offloaded gradients are summed on the CPU.
             on_device = tensor.to(self.device)
             with self.control.waiting(name, kind=Kind.ALL_REDUCE):

@@ -37,9 +37,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.core.writes import sum_of_bits
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.tensors.partial import PartialParameter, partial_of
+from lightning_zero.tensors.reductions import sum_of_bits
 
 __all__ = ["Building", "move_all_but_parameters"]
 
@@ -278,10 +278,7 @@ class Building:
                     "the same parameters on all ranks."
                 )
             shard = self._shard_of(parameter.detach().reshape(-1))
-        numel = self._comm.size * shard.numel()
-        full = torch.empty(numel, dtype=shard.dtype, device=self.device)
-        self._comm.all_gather(full, piece.name, source=shard).wait()
-        return full[: piece.shape.numel()]
+        return self._comm.all_gather_shards(shard, piece.name)[: piece.shape.numel()]
 
     def _round(self, request: int) -> int:
         agreed = self._comm.control.agree(request)

@@ -8,9 +8,10 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket, bucket_of
-from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
+from lightning_zero.core.writes import WriteDetector, is_same_memory, require_full_shape
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["full_grad", "gathered"]
@@ -68,13 +69,12 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
     bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
-    if bucket.grads.fetch(placement.index) is None:
-        return None
-    main_grad = bucket.grads.main_grad
-    assert main_grad is not None
-    if bucket.replicates_optim:
-        return bucket.grads.slices[placement.index].clone()
-    return bucket.masters.all_gather_values(main_grad).views[placement.index].clone()
+    own = bucket.grads.fetch(placement.index)
+    if own is None or bucket.replicates_optim:
+        return own if own is None else own.clone()
+    own = own.read() if isinstance(own, LazyTensor) else own
+    spec = bucket.shard_specs[placement.index]
+    return spec.all_gather(own, bucket.plan.name).view(placement.shape)
 
 
 def _buckets_of(
@@ -115,17 +115,16 @@ def _readable(bucket: Bucket) -> Iterator[None]:
     bucket.wait_for_unshard()
     num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
     bucket.num_pins += 1
-    is_first = bucket.fingerprints is None
-    if is_first:
-        bucket.fingerprints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
+    detector, num_writes = WriteDetector(lambda: bucket.parameters), bucket.shards.num_writes
+    detector.watch_values()
     is_kept = False
     try:
         yield
-        if is_first:
-            _check_unchanged(bucket)
+        bucket.wait_for_all_steps()
+        if bucket.shards.num_writes == num_writes:  # else the engine has written to them
+            _check_unchanged(bucket, detector)
         is_kept = True
     finally:
-        bucket.fingerprints = None if is_first else bucket.fingerprints
         bucket.num_pins -= 1
         if not is_kept:
             bucket.discard_unsharded()
@@ -133,17 +132,16 @@ def _readable(bucket: Bucket) -> Iterator[None]:
             bucket.reshard(num_holders_before=num_holders_before)
 
 
-def _check_unchanged(bucket: Bucket) -> None:
+def _check_unchanged(bucket: Bucket, detector: WriteDetector) -> None:
     """Raises if a parameter was written to inside `gathered` without `writeback`."""
-    for index, fingerprint in enumerate(bucket.fingerprints or ()):
-        if not fingerprint.matches(data_of(bucket.parameters[index]).reshape(-1)):
-            outcome = "is dropped" if bucket.shards_params else "stays on this rank"
-            raise RuntimeError(
-                f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
-                "lightning_zero.gathered(...), which is for reading; use gathered(..., "
-                "writeback=True), which keeps the changes of one rank. The change "
-                f"{outcome}."
-            )
+    for index in detector.written():
+        outcome = "is dropped" if bucket.shards_params else "stays on this rank"
+        raise RuntimeError(
+            f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
+            "lightning_zero.gathered(...), which is for reading; use gathered(..., "
+            "writeback=True), which keeps the changes of one rank. The change "
+            f"{outcome}."
+        )
 
 
 # Digests of changed parameters, by bucket and name: averages have the names of their model, too.
@@ -156,7 +154,8 @@ class _WritableBucket:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._full = bucket.masters.all_gather()
-        self._fingerprints = [Fingerprint(view.reshape(-1)) for view in self._full.views]
+        self._detector = WriteDetector(lambda: self._full.views)
+        self._detector.watch_values()
         self._data: list[Tensor] = []  # of the parameters at the end
         bucket.masters.install_views(self._full.views)
 
@@ -168,15 +167,12 @@ class _WritableBucket:
 
     def changes(self) -> dict[str, bytes]:
         """Digests of the parameters that this rank has changed, by name."""
-        changed: dict[str, bytes] = {}
-        for index, slot in enumerate(self._bucket.plan.layout.slots):
-            view, data = self._full.views[index], self._data[index]
+        slots = self._bucket.plan.layout.slots
+        for slot, view, data in zip(slots, self._full.views, self._data, strict=True):
             if not is_same_memory(data, view):  # other data was assigned
                 view.copy_(require_full_shape(data, slot))
-            flat = view.reshape(-1)
-            if not self._fingerprints[index].matches(flat):
-                changed[slot.name] = Fingerprint(flat).digest()
-        return changed
+        written = self._detector.written()
+        return {slots[index].name: self._detector.digest(index) for index in written}
 
     def broadcast_from(self, from_rank: int) -> None:
         """Broadcasts the values of rank `from_rank`. Collective."""

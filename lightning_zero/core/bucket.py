@@ -66,10 +66,9 @@ from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.writes import (
-    Fingerprint,
     WriteDetector,
-    equal,
     own_elements,
+    replaced,
     require_full_shape,
 )
 from lightning_zero.layout.offload import Tier
@@ -159,13 +158,10 @@ class Bucket:
             positive.
         is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
-        fingerprints: Fingerprints of unsharded parameters in a read-only `gathered`, by slot; None
-            if there are none, or if the engine has written to them since.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
     """
 
-    fingerprints: list[Fingerprint] | None = None
     is_saved_for_backward = False
     phase: Phase
     is_unsharded: bool
@@ -213,7 +209,9 @@ class Bucket:
             self.offloaded_grad = OffloadedGrad(
                 queue, plan.name, numel, grad_dtype, plan.tiers.grad
             )
-        self.shard_specs = [ShardSpec(slot, plan.layout, comm) for slot in plan.layout.slots]
+        self.shard_specs = [
+            ShardSpec(slot, plan.layout, comm, worker.drain) for slot in plan.layout.slots
+        ]
         offloaded, wait = self.offloaded_grad, self.wait_for_step
         self.grads = Gradients(
             plan, parameters, comm, grad_dtype, offloaded, self.shard_specs, wait
@@ -221,7 +219,7 @@ class Bucket:
         self._pending: Pending | None = None
         # While a worker steps this bucket: waits for the step and returns its exception.
         self._stepping: Callable[[], BaseException | None] | None = None
-        self._detector = WriteDetector(self.parameters)
+        self._detector = WriteDetector(lambda: self.parameters)
         self._param_shards: WeakValueDictionary[int, _ParamShard] = WeakValueDictionary()
         # Slots whose `.data` was assigned since the last pass, with the former `.data`.
         self._assigned: dict[int, _ParamShard | None] = {}
@@ -501,7 +499,6 @@ class Bucket:
         self.wait_for_unshard()
         self.sync_writes()
         self._check_aliases()
-        self.fingerprints = None
         self.shards.stop_reading()  # its file is about to change
         self.wait_for_uploads()
         if self.shards_params:
@@ -579,8 +576,9 @@ class Bucket:
 
     def _before_data_read(self, index: int) -> None:
         """Called before the `.data` of slot `index` is returned while it is plain."""
-        if self.phase is Phase.UNSHARDED and not self.masters.has_views_installed:
-            self._detector.before_data_read(index)
+        is_watched = self.shards_params and self.phase is Phase.UNSHARDED
+        if is_watched and not self.masters.has_views_installed:
+            self._detector.watch_values(index)  # writes to `.data` will have no version
 
     def sharded_data(self, index: int) -> Tensor:
         """`parameter.data` of slot `index`: sharded, or the unsharded tensor if replicated. Local.
@@ -640,11 +638,6 @@ class Bucket:
         assert isinstance(plain, nn.Parameter)
         plain.__dict__.update(attributes_of(parameter))
         return plain
-
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two parameters, at least one of them of a bucket, are equal. Collective."""
-        self.lockstep.barrier("torch.equal of parameters")
-        return equal(one, other, self.comm)
 
     # ---------------------------------------------------------------- writes by the user
 
@@ -744,11 +737,11 @@ class Bucket:
         """
         if self.phase is not Phase.UNSHARDED or self.masters.has_views_installed:
             return
-        replaced, error = self._sync_replaced()
+        assigned, error = self._sync_replaced()
         if self.shards_params:
-            for index in {*replaced, *self._detector.written()}:
+            for index in {*assigned, *self._detector.written()}:
                 self.wait_for_uploads()
-                if index in replaced:
+                if index in assigned:
                     self._detach_view(index)
                 own, view = self.owned(index), self.unsharded_params.views[index]
                 self.shards.assign(index, view.reshape(-1)[own.start : own.stop])
@@ -761,11 +754,11 @@ class Bucket:
         Tensors that are views of the old values keep them. All parameters point at the buffer then,
         including those with data of another shape or dtype, which is the error.
         """
-        replaced = self._detector.replaced(self.unsharded_params.views)
-        if not replaced:
+        slots = replaced(self.parameters, self.unsharded_params.views)
+        if not slots:
             return [], None
-        values = {index: data_of(self.parameters[index]) for index in replaced}
-        if self.num_holders(num_params=len(self.parameters) - len(replaced)):
+        values = {index: data_of(self.parameters[index]) for index in slots}
+        if self.num_holders(num_params=len(self.parameters) - len(slots)):
             old = self.unsharded_params.tensor
             self.unsharded_params.replace_memory(copies=True)
             self.shards.rebind_to_unsharded(old)
@@ -955,7 +948,6 @@ class Masters:
         """Writes the tensor of `fetch()` back to masters and parameters. Collective."""
         bucket = self._bucket
         bucket.wait_for_uploads()
-        bucket.fingerprints = None
         with torch.no_grad():
             self._shards.store_master(shard)
             bucket.reshard()  # ranks may differ in what a forward has left unsharded
@@ -979,14 +971,15 @@ class Masters:
 
     def all_gather_values(self, part: Tensor) -> FlatBuffer:
         """A new buffer with every rank's `part`: 1-D, laid out as the master. Collective."""
-        bucket = self._bucket
+        bucket, layout = self._bucket, self._bucket.plan.layout
         bucket.wait_for_all_steps()  # their all-gathers come first on all ranks
         with torch.no_grad():
-            buffer = FlatBuffer(bucket.plan.layout, part.dtype, bucket.device)
-            self._shards.own_slice_of(buffer).copy_(part)
-            if not bucket.replicates_optim:
-                bucket.all_gather_into(buffer.tensor).wait()
-        return buffer
+            if bucket.replicates_optim:
+                memory = part.to(bucket.device, copy=True)
+            else:
+                name = bucket.plan.name
+                memory = bucket.comm.all_gather_shards(part, name, layout.split_sizes)
+            return FlatBuffer(layout, part.dtype, bucket.device, memory=memory)
 
     def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """Full n-D optimizer states, by slot, from every rank's slices. Collective.
@@ -1004,7 +997,6 @@ class Masters:
     def broadcast_from(self, values: FlatBuffer, from_rank: int = 0) -> None:
         """Copies `values` of `from_rank` to all masters and parameters. Collective."""
         bucket = self._bucket
-        bucket.fingerprints = None
         bucket.comm.broadcast_(values.tensor, from_rank)
         with torch.no_grad():
             bucket.wait_for_uploads()
@@ -1050,7 +1042,6 @@ class Masters:
         bucket.wait_for_unshard()
         bucket.sync_writes()
         bucket._check_aliases()
-        bucket.fingerprints = None
         grads: list[Tensor | None] = [None] * len(bucket.parameters)
         self._saved_grads = None if has_grads else bucket.grads.param_grads()
         if has_grads:

@@ -345,10 +345,9 @@ class Gradients:
     def _set_param_grad(self, index: int) -> None:
         # The mean must have no autograd history of earlier steps.
         view = self._views[index]
-        if isinstance(view, ShardedTensor):
-            view.is_tracked = False
-        elif view.requires_grad or not self._is_own_view(index, view):  # or its data was replaced
-            view = self._views[index] = self.slices[index].detach()
+        is_sharded = isinstance(view, ShardedTensor)
+        if not is_sharded and (view.requires_grad or not self._is_own_view(index, view)):
+            view = self._views[index] = self.slices[index].detach()  # or its data was replaced
         self._assign_grad(index, view)
 
     def _assign_grad(self, index: int, grad: Tensor) -> None:

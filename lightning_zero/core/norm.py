@@ -1,14 +1,12 @@
 """Norms and clipping of sharded gradients.
 
-Every rank computes the norms of the elements that it owns. One scalar is all-reduced over the
-shards of one replica, since replicas are equal. Each rank scales its own shard. The results are
-those of `torch.nn.utils.clip_grad_norm_` on full gradients, without any all-gather.
+One scalar is all-reduced (tensors/reductions.py), then each rank scales its own shard. The results
+are those of `torch.nn.utils.clip_grad_norm_` on full gradients, without any all-gather.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.tensors.buffer import promoted_dtype
+from lightning_zero.tensors.reductions import norms_over_ranks
 
 __all__ = ["clip_by_norm", "clip_by_value", "grad_norms", "total_norm"]
 
@@ -38,8 +37,8 @@ def total_norm(
         order: p of the p-norm; may be `math.inf`.
     """
     buckets = list(buckets)
-    norms = [norm for bucket in buckets for norm in _local_norms(bucket, comm, parameters, order)]
-    return _over_ranks(_combined(norms, _dtype(buckets), comm, order), comm, order)
+    own = (shard for bucket in buckets for shard in _owned_shards(bucket, comm, parameters))
+    return norms_over_ranks([own], comm, order, dtype=_dtype(buckets), name=_NAME)[0]
 
 
 def grad_norms(
@@ -51,12 +50,8 @@ def grad_norms(
     are left out. In order 2, the root of the sum of squares is `total_norm`.
     """
     buckets = list(buckets)
-    dtype = _dtype(buckets)
-    own = [
-        _combined(list(_local_norms(bucket, comm, None, order)), dtype, comm, order)
-        for bucket in buckets
-    ]
-    norms = _over_ranks(torch.stack(own), comm, order).unbind()
+    own = [_owned_shards(bucket, comm, None) for bucket in buckets]
+    norms = norms_over_ranks(own, comm, order, dtype=_dtype(buckets), name=_NAME).unbind()
     return {
         bucket.plan.name: norm
         for bucket, norm in zip(buckets, norms, strict=True)
@@ -104,33 +99,6 @@ def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
     return promoted_dtype(torch.float32, [bucket.grads.dtype for bucket in buckets])
 
 
-def _local_norms(
-    bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None, order: float
-) -> Iterator[Tensor]:
-    """Yields norms of the gradient shards of this rank, one at a time: some are read from files."""
-    for shard in _owned_shards(bucket, comm, parameters):
-        if shard.numel():
-            dtype = promoted_dtype(torch.float32, [shard.dtype])
-            norm = torch.linalg.vector_norm(shard, order, dtype=dtype)
-            yield norm.to(comm.device)
-
-
-def _combined(
-    norms: Sequence[Tensor], dtype: torch.dtype, comm: Communicator, order: float
-) -> Tensor:
-    """Value to reduce over ranks: the sum of p-th powers, or the maximum for order inf: 0-dim."""
-    if not norms:
-        return torch.zeros((), dtype=dtype, device=comm.device)
-    each = torch.stack([norm.to(dtype) for norm in norms])
-    return each.max() if math.isinf(order) else (each**order).sum()
-
-
-def _over_ranks(combined: Tensor, comm: Communicator, order: float) -> Tensor:
-    if math.isinf(order):
-        return comm.max_(combined, _NAME)
-    return comm.sum_over_shards_(combined, _NAME) ** (1.0 / order)
-
-
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
     """Slots of `parameters` that have a gradient. Loads offloaded gradients."""
     return [
@@ -143,7 +111,10 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
 def _owned_shards(
     bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None
 ) -> Iterator[Tensor]:
-    """Yields 1-D tensors of the elements that this rank owns: one per bucket if all slots count."""
+    """Yields 1-D tensors of the elements that this rank owns: one per bucket if all slots count.
+
+    Some are read from files, so one is used at a time.
+    """
     slots = _fetched(bucket, parameters)
     if not slots:
         return

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
-from lightning_zero.core.writes import Fingerprint
+from lightning_zero.core.writes import WriteDetector
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
@@ -88,8 +88,8 @@ class Shards:
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
-        # Fingerprint of `own_slice` when it was last rounded from the master.
-        self._fingerprint: Fingerprint | None = None
+        # Watches `own_slice` since it was last rounded from an offloaded master.
+        self._detector: WriteDetector | None = None
 
     # ---------------------------------------------------------------- which elements
 
@@ -258,7 +258,7 @@ class Shards:
         parameters. Elements that are still the rounded master leave the master as it is.
         """
         store, own = self._separate_master, self.own_slice
-        if store is None or (self._fingerprint is not None and self._fingerprint.matches(own)):
+        if store is None or (self._detector is not None and not self._detector.written()):
             return
         master = store.fetch(0, own.numel())
         values = own.to(master.device)
@@ -293,13 +293,14 @@ class Shards:
     def mark_written(self) -> None:
         """Marks the parameters as written by the engine.
 
-        Keeps a fingerprint of replicated parameters with an offloaded master, so that the check for
-        writes does not read the master.
+        Watches replicated parameters with an offloaded master, so that the check for writes does
+        not read the master.
         """
         self.num_writes += 1
         store = self._separate_master
         if store is not None and self.storage.is_offloaded(store.tier):
-            self._fingerprint = Fingerprint(self.own_slice)
+            self._detector = WriteDetector(lambda: [self.own_slice])
+            self._detector.watch_values()
 
     # ---------------------------------------------------------------- optimizer states
 

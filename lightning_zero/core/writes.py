@@ -1,46 +1,37 @@
-"""Detects in-place writes to parameters and replaced `.data`; compares parameters for equality.
+"""Detects in-place writes to parameters and replaced `.data`.
 
-[Note: Two ways to detect a write]
+[Note: Detecting writes] A `WriteDetector` detects a write to a tensor in one of two ways:
 
-    WriteDetector   Compares version counters and addresses; reads no values, does no work on a
-                    device. For parameters that are unsharded only for a use (stage 3), where every
-                    parameter is checked in every pass. A write to `parameter.data` has no version:
-                    fingerprints are compared, but only for slots whose `.data` was read.
-    Fingerprint     Compares sums over bits; detects every write. For replicated parameters whose
-                    master is offloaded (stages 1 and 2), and for parameters in `gathered`.
+- `watch` compares version counters; it reads no values, and does no work on a device. It is for
+  parameters that are unsharded only for a use (stage 3), where every parameter is checked in every
+  pass. A write to `parameter.data` has no version, so the values of a slot are watched, too, once
+  its `.data` was read.
+- `watch_values` compares fingerprints, sums over bits; it detects every write. It is for replicated
+  parameters whose master is offloaded (stages 1 and 2), and for parameters in `gathered`.
 
 Where a write is detected, values that are still the rounded master leave the master as it is.
-
-Lightning's fine-tuning callbacks use `torch.equal` of parameters to find out which ones an
-optimizer already has. Most pairs differ in shape or in their sums of bits, so that nothing is
-all-gathered.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.flat import Slot
-from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
-from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.guarded import data_of
+from lightning_zero.tensors.lazy import read_flat
 
 __all__ = [
     "Fingerprint",
     "WriteDetector",
-    "equal",
     "is_same_memory",
     "own_elements",
-    "sum_of_bits",
+    "replaced",
     "require_full_shape",
 ]
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprint:
@@ -81,11 +72,6 @@ def _sums(tensor: Tensor) -> Tensor:
     words = octets[start:stop].view(torch.int64).view(rows, size)
     edges = torch.cat([octets[:start], octets[stop:]])
     return torch.cat([words.sum(dim=0), words.sum(dim=1), edges.to(torch.int64)])
-
-
-def sum_of_bits(values: Tensor) -> Tensor:
-    """Sum of `values`, 1-D, read as integers of the same size: 0-dim, int64."""
-    return values.view(_WORDS[values.element_size()]).sum(dtype=torch.int64)
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
@@ -130,74 +116,61 @@ def require_full_shape(values: Tensor, slot: Slot) -> Tensor:
 
 
 class WriteDetector:
-    """Detects which unsharded parameters of a bucket have new values."""
+    """Detects in-place writes to tensors. See [Note: Detecting writes]."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._versions: list[int] = []  # by slot, at `watch`; a write increments them
-        self._fingerprints: dict[int, Fingerprint] = {}  # by slot whose `.data` was read
+    def __init__(self, tensors: Callable[[], Sequence[Tensor]]) -> None:
+        """Creates a detector that watches nothing yet.
+
+        Args:
+            tensors: Returns the tensors, always in the same order; their memory may be replaced.
+        """
+        self._tensors = tensors
+        self._versions: list[int] = []  # at `watch`; a write increments them
+        self._fingerprints: dict[int, Fingerprint] = {}  # by index, at `watch_values`
 
     def watch(self) -> None:
-        """Starts to detect in-place writes."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        """Starts to detect writes that increment version counters, and no others."""
+        self._versions = [tensor._version for tensor in self._tensors()]
         self._fingerprints = {}
 
-    def before_data_read(self, index: int) -> None:
-        """Before `.data` of a slot is returned to the user: writes to it will have no version."""
-        if self._versions and index not in self._fingerprints:
-            self._fingerprints[index] = Fingerprint(data_of(self._parameters[index]).reshape(-1))
+    def watch_values(self, *indices: int) -> None:
+        """Starts to detect all writes to the tensors `indices`; without arguments, to all tensors.
 
-    def replaced(self, views: Sequence[Tensor]) -> list[int]:
-        """Slots whose parameters do not point at `views`."""
-        pairs = zip(self._parameters, views, strict=True)
-        if all(map(is_same_memory, self._parameters, views)):
-            return []
-        return [index for index, pair in enumerate(pairs) if not is_same_memory(*pair)]
+        Tensors whose values are watched already stay as they are.
+        """
+        tensors = self._tensors()
+        for index in indices or range(len(tensors)):
+            if index not in self._fingerprints:
+                self._fingerprints[index] = _fingerprint_of(tensors[index])
 
     def written(self) -> list[int]:
-        """Slots that were written in place since the last call."""
-        found = []
+        """Indices of the tensors that were written since they were watched, or the last call."""
+        found: list[int] = []
         if self._versions:
-            versions = [parameter._version for parameter in self._parameters]
+            versions = [tensor._version for tensor in self._tensors()]
             if versions != self._versions:
                 pairs = enumerate(zip(self._versions, versions, strict=True))
                 found = [index for index, (old, new) in pairs if old != new]
                 self._versions = versions
         for index, seen in self._fingerprints.items():
-            flat = data_of(self._parameters[index]).reshape(-1)
-            if not seen.matches(flat):
-                self._fingerprints[index] = Fingerprint(flat)
+            tensor = self._tensors()[index]
+            if not seen.matches(data_of(tensor).reshape(-1)):
+                self._fingerprints[index] = _fingerprint_of(tensor)
                 found.append(index)
         return found
 
-
-def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
-    """`torch.equal` in full precision. Collective: every rank, with the same pair.
-
-    `one` is a parameter that an engine holds; `other` is another one, or any full tensor of its
-    shape.
-    """
-    if has_placement(other):
-        difference = _own_bits(one) - _own_bits(other)
-        if int(comm.sum_over_shards_(difference)) != 0:
-            return False
-    full = [_full_tensor(tensor) for tensor in (one, other)]
-    return torch.equal(full[0], full[1].to(full[0].device, full[0].dtype))
+    def digest(self, index: int) -> bytes:
+        """`Fingerprint.digest` of a tensor whose values are watched, as of the last `written`."""
+        return self._fingerprints[index].digest()
 
 
-def _own_bits(parameter: Tensor) -> Tensor:
-    """Sum of bits of the elements that only this rank owns: equal for equal values."""
-    placement = placement_of(parameter)
-    bucket: Any = placement.bucket
-    part = bucket.masters.shard_views()[placement.index]
-    values = part.read() if isinstance(part, LazyTensor) else part.detach()
-    return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: -0.0 equals 0.0
+def _fingerprint_of(tensor: Tensor) -> Fingerprint:
+    return Fingerprint(data_of(tensor).reshape(-1))
 
 
-def _full_tensor(tensor: Tensor) -> Tensor:
-    if not has_placement(tensor):
-        return tensor.detach()
-    placement = placement_of(tensor)
-    bucket: Any = placement.bucket
-    views: list[Tensor] = bucket.masters.full_tensors()
-    return views[placement.index].clone()
+def replaced(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> list[int]:
+    """Indices of the parameters whose `.data` is not their view."""
+    if all(map(is_same_memory, parameters, views)):
+        return []
+    pairs = enumerate(zip(parameters, views, strict=True))
+    return [index for index, pair in pairs if not is_same_memory(*pair)]

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.tensors.sharded import is_elementwise_operator
+from lightning_zero.tensors.operators import is_elementwise_operator
 
 __all__ = ["ElementwiseOnly", "NoGradientAccess", "wrap_methods"]
 

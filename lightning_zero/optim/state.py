@@ -17,10 +17,9 @@ States are saved as the optimizer keeps them, not as rearranged by a `state_dict
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -458,19 +457,29 @@ def _gather_bucket(
         max(_ALIGN_BYTES, sum(leaf.nbytes for _, leaves in owned for leaf in leaves))
         for owned in by_owner
     ]
-    buffer = torch.zeros(sum(split_sizes), dtype=torch.uint8, device=comm.device)
-    views: dict[nn.Parameter, list[Tensor]] = {}
-    for owned, start in zip(by_owner, accumulate([0, *split_sizes[:-1]]), strict=True):
-        for parameter, leaves in owned:
-            views[parameter] = []
-            for leaf in leaves:
-                numel = math.prod(leaf.shape)
-                part = buffer[start : start + numel * leaf.dtype.itemsize]
-                views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
-                start += leaf.nbytes
-    for parameter, _ in by_owner[mesh.shard_rank]:
+    shard = torch.zeros(split_sizes[mesh.shard_rank], dtype=torch.uint8, device=comm.device)
+    for parameter, views in _views_in(shard, by_owner[mesh.shard_rank]).items():
         values = plain_tensors(raw_states(optimizer)[parameter])
-        for view, value in zip(views[parameter], values, strict=True):
+        for view, value in zip(views, values, strict=True):
             view.copy_(value)
-    comm.all_gather(buffer, f"states of {bucket.plan.name}", split_sizes=split_sizes).wait()
+    states = f"states of {bucket.plan.name}"
+    shards = comm.all_gather_shards(shard, states, split_sizes).split(split_sizes)
+    found: dict[nn.Parameter, list[Tensor]] = {}
+    for part, owned in zip(shards, by_owner, strict=True):
+        found.update(_views_in(part, owned))
+    return found
+
+
+def _views_in(
+    shard: Tensor, owned: Iterable[tuple[nn.Parameter, list[TensorSpec]]]
+) -> dict[nn.Parameter, list[Tensor]]:
+    """State tensors that one rank owns, by parameter: views of `shard`, one after another."""
+    start = 0
+    views: dict[nn.Parameter, list[Tensor]] = {}
+    for parameter, leaves in owned:
+        views[parameter] = []
+        for leaf in leaves:
+            part = shard[start : start + math.prod(leaf.shape) * leaf.dtype.itemsize]
+            views[parameter].append(part.view(leaf.dtype).view(leaf.shape))
+            start += leaf.nbytes
     return views

@@ -7,6 +7,8 @@
     lazy        `LazyTensor`: values that are read from a file when they are used
     shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
+    operators   which operators of torch are elementwise
+    reductions  sums, extremes and norms over the shards of all ranks
     full_view   gathered values of a sharded tensor, to be read and written
     composite   tensors made of tensors, such as quantized states
     ties        parameters that share memory, which become one parameter

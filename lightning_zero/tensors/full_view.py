@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["FullTensorView", "ShardedOrigin", "is_writing"]
+__all__ = ["FullTensorView", "ShardedOrigin", "is_writing", "without_gradient"]
 
 
 class ShardedOrigin(Protocol):
     """The sharded tensor whose values a `FullTensorView` has."""
 
     @property
-    def name(self) -> str:
+    def title(self) -> str:
         """Name for errors, such as "p.data of parameter head.weight"."""
 
     @property
@@ -45,22 +45,22 @@ class _Source:
     origin: ShardedOrigin
     values: Tensor  # full, plain
     version: int  # of `origin` when the values were gathered or written back
-    # Makes a backward through a result raise; None: no gradient is required.
-    track: Callable[[Tensor], Tensor] | None = None
+    # Raised by the backward of a result; None: no gradient is required.
+    no_gradient: Exception | None = None
 
     def check(self) -> None:
         if self.origin.version != self.version:
             raise RuntimeError(
-                f"these values of {self.origin.name} are outdated: an optimizer step or a write "
+                f"these values of {self.origin.title} are outdated: an optimizer step or a write "
                 "has changed it since they were gathered. Gather them again, or copy the values "
                 "that you want to keep before the change: values.clone(), or "
                 "copy.deepcopy(module.state_dict())."
             )
 
     def write_back(self) -> None:
-        if self.track is not None:
+        if self.no_gradient is not None:
             raise RuntimeError(
-                f"{self.origin.name} requires a gradient, and a view of it was changed in place; "
+                f"{self.origin.title} requires a gradient, and a view of it was changed in place; "
                 "change it under torch.no_grad()."
             )
         self.origin.write_back(self.values)
@@ -114,8 +114,8 @@ class FullTensorView(Tensor):
         if func in _ARRAYS:
             result.flags.writeable = False  # writes to it could not be written back
             return result
-        tracks = [one.track for one in memory.values() if one.track is not None]
-        track = tracks[0] if tracks and torch.is_grad_enabled() and func not in _DETACHING else None
+        errors = [one.no_gradient for one in memory.values() if one.no_gradient is not None]
+        is_tracked = bool(errors) and torch.is_grad_enabled() and func not in _DETACHING
 
         def as_given(value: Any) -> Any:
             if type(value) is not Tensor:
@@ -124,14 +124,17 @@ class FullTensorView(Tensor):
                 return given[id(value)]
             source = memory.get(_storage(value))
             if source is not None:
-                return FullTensorView._view(value, source if track else replace(source, track=None))
-            return track(value) if track and value.is_floating_point() else value
+                shown = source if is_tracked else replace(source, no_gradient=None)
+                return FullTensorView._view(value, shown)
+            if not is_tracked or not value.is_floating_point():
+                return value
+            return without_gradient(value, errors[0])
 
         return tree_map(as_given, result)
 
-    def tracked(self, track: Callable[[Tensor], Tensor]) -> FullTensorView:
-        """The same view, for an origin that requires a gradient; `track`: see `_Source`."""
-        return FullTensorView._view(self._plain(), replace(self._source, track=track))
+    def tracked(self, error: Exception) -> FullTensorView:
+        """The same view, for an origin that requires a gradient; backward raises `error`."""
+        return FullTensorView._view(self._plain(), replace(self._source, no_gradient=error))
 
     def _plain(self) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -153,6 +156,25 @@ class FullTensorView(Tensor):
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.plain())
+
+
+def without_gradient(value: Tensor, error: Exception) -> Tensor:
+    """A copy of `value` that requires a gradient, and whose backward raises `error`."""
+    copied: Tensor = _NoGradient.apply(value, torch.zeros((), requires_grad=True), error)
+    return copied
+
+
+class _NoGradient(torch.autograd.Function):
+    """Identity whose backward raises. See [Note: No gradient] in sharded.py."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, error: Exception) -> Any:
+        ctx.error = error
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ctx.error
 
 
 def _storage(tensor: Tensor) -> int:

@@ -83,9 +83,6 @@ class ParameterHolder(Protocol):
     def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
         """Returns a plain copy of slot `index`. Collective if it is sharded."""
 
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """`torch.equal` between steps; at least `one` is sharded. Collective."""
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -142,38 +139,15 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func in _METADATA and isinstance(args[0], GuardedParameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
-        if func == _GET_DATA and isinstance(args[0], GuardedParameter):
-            placement = placement_of(args[0])
-            return placement.bucket.sharded_data(placement.index)
-        if func == _SET_DATA and isinstance(args[0], GuardedParameter):
-            if args[1] is args[0]:
-                return None  # `module.to(...)` where nothing changes
-            placement = placement_of(args[0])
-            placement.bucket.wait_for_update()
-            target: Any = args[0]
-            if isinstance(target, GuardedParameter):  # it is sharded
-                return placement.bucket.assign_data(placement.index, args[1])
-            target.data = args[1]
-            return None
-        elif func == _SET_GRAD:
-            placement = placement_of(args[0])
-            if placement.set_grad is not None and args[1] is not None:
-                return placement.set_grad(placement.index, args[1])
-        elif func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], GuardedParameter):
-            return args[0].to(*_resolve_like(args[1:]), **kwargs)
-        elif func in _SHAPED_AS and not isinstance(args[0], GuardedParameter):
-            return _SHAPED_AS[func](args[0], args[1].shape)
-        elif func in (torch.equal, Tensor.equal):
-            return _equal(*args, **kwargs)
-        elif func is torch.autograd.backward:
-            return _backward(*args, **kwargs)
-        elif func not in _UNTOUCHED:
+        if func in _WITHOUT_VALUES:
+            result = _WITHOUT_VALUES[func](*args, **kwargs)
+            if result is not _NEEDS_VALUES:
+                return result
+        if func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
                 return _call_on_shards(func, args, kwargs)
             try:
-                for parameter in _guarded_in((args, kwargs)):
-                    if isinstance(parameter, GuardedParameter):  # else unsharded with the last one
-                        _ensure_unsharded(placement_of(parameter))
+                _unshard_all(args, kwargs)
             except BetweenStepsError:
                 if _needs_autograd(func, args, kwargs):
                     raise
@@ -324,24 +298,61 @@ def has_unmanaged_parameters(module: nn.Module) -> bool:
     return False
 
 
-def _equal(input: Tensor, other: Tensor) -> bool:
-    """`torch.equal`, which communicates between steps only if it has to."""
-    one = input
-    if one is other:
+# ---------------------------------------------------------------- functions that need no values
+
+_NEEDS_VALUES = object()  # result of a function below that cannot do without the values
+
+
+def _get_data(parameter: Tensor) -> Any:
+    placement = placement_of(parameter)
+    return placement.bucket.sharded_data(placement.index)
+
+
+def _set_data(target: Any, values: Tensor) -> Any:
+    if not isinstance(target, GuardedParameter):
+        return _NEEDS_VALUES
+    if values is not target:  # else it is `module.to(...)`, and nothing changes
+        placement = placement_of(target)
+        placement.bucket.wait_for_update()
+        one: Any = target
+        if isinstance(one, GuardedParameter):  # it is sharded
+            placement.bucket.assign_data(placement.index, values)
+        else:
+            one.data = values
+    return None
+
+
+def _set_grad(parameter: Tensor, grad: Tensor | None) -> Any:
+    placement = placement_of(parameter)
+    if placement.set_grad is None or grad is None:
+        return _NEEDS_VALUES  # not of the parameter: torch sets `.grad`
+    return placement.set_grad(placement.index, grad)
+
+
+def _convert_like(tensor: Tensor, *given: Any, **kwargs: Any) -> Any:
+    """`tensor.to(like)` and `tensor.type_as(like)`, which use device and dtype of `like`."""
+    if isinstance(tensor, GuardedParameter):
+        return _NEEDS_VALUES
+    like, *rest = given or [kwargs.pop("other")]
+    placement = placement_of(like)
+    return tensor.to(placement.bucket.device, placement.dtype, *rest, **kwargs)
+
+
+def _shape_as(shape: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A method of torch that uses only the shape of its second argument."""
+
+    def shape_as(tensor: Tensor, other: Tensor) -> Any:
+        is_sharded = isinstance(tensor, GuardedParameter)
+        return _NEEDS_VALUES if is_sharded else shape(tensor, other.shape)
+
+    return shape_as
+
+
+def _equal(input: Tensor, other: Tensor) -> Any:
+    """`torch.equal`: Lightning's fine-tuning compares each parameter with all others."""
+    if input is other:
         return True
-    if one.shape != other.shape:
-        return False
-    if not has_placement(one):
-        one, other = other, one
-    placement = placement_of(one)
-    try:
-        for parameter in _guarded_in((one, other)):
-            if isinstance(parameter, GuardedParameter):
-                _ensure_unsharded(placement_of(parameter))
-    except BetweenStepsError:
-        return placement.bucket.equals(one, other)
-    with torch._C.DisableTorchFunctionSubclass():
-        return torch.equal(one, other)
+    return _NEEDS_VALUES if input.shape == other.shape else False
 
 
 def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
@@ -354,13 +365,13 @@ def _backward(tensors: Any, *, inputs: Any = None, **kwargs: Any) -> None:
     torch.autograd.backward(tensors, **kwargs, inputs=inputs)
 
 
-def _resolve_like(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of `tensor.to(*given)` with device and dtype in place of a guarded parameter."""
-    like, *rest = given
-    if not isinstance(like, GuardedParameter):
-        return given
-    placement = placement_of(like)
-    return placement.bucket.device, placement.dtype, *rest
+# ---------------------------------------------------------------- functions that need the values
+
+
+def _unshard_all(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for parameter in _guarded_in((args, kwargs)):
+        if isinstance(parameter, GuardedParameter):  # else unsharded with the last one
+            _ensure_unsharded(placement_of(parameter))
 
 
 def _needs_autograd(
@@ -402,7 +413,8 @@ def _call_on_shards(
         if not isinstance(data, ShardedTensor):
             _ensure_unsharded(placement)
             return value
-        data.is_tracked = value.requires_grad
+        if value.requires_grad:
+            data = data.tracked()
         given.append((data, value))
         return data
 
@@ -450,17 +462,24 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
 }
 
-# Functions that use only the shape of their second argument.
-_SHAPED_AS: dict[Any, Callable[..., Any]] = {
-    Tensor.view_as: Tensor.view,
-    Tensor.reshape_as: Tensor.reshape,
-    Tensor.expand_as: Tensor.expand,
-}
-
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_DETACHING = {Tensor.detach}
+_DETACHING = {Tensor.detach, torch.equal, Tensor.equal}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
+
+_WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
+    _GET_DATA: _get_data,
+    _SET_DATA: _set_data,
+    _SET_GRAD: _set_grad,
+    Tensor.to: _convert_like,
+    Tensor.type_as: _convert_like,
+    Tensor.view_as: _shape_as(Tensor.view),
+    Tensor.reshape_as: _shape_as(Tensor.reshape),
+    Tensor.expand_as: _shape_as(Tensor.expand),
+    torch.equal: _equal,
+    Tensor.equal: _equal,
+    torch.autograd.backward: _backward,
+}
 
 # Functions that do not read the values; they act on the object itself.
 _SETTABLE = ("grad_dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
@@ -468,6 +487,7 @@ _READABLE = ("grad", "grad_fn", "is_leaf", "is_meta", "is_quantized", "is_sparse
 _UNTOUCHED = {getattr(Tensor, name).__set__ for name in _SETTABLE}
 _UNTOUCHED |= {getattr(Tensor, name).__get__ for name in (*_SETTABLE, *_READABLE, "_version")}
 _UNTOUCHED |= {
+    _SET_GRAD,
     Tensor.grad.__delete__,  # type: ignore[union-attr]  # a descriptor, typed as its value
     Tensor.__hash__,
     Tensor.element_size,

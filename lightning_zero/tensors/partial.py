@@ -122,10 +122,6 @@ class PartialParameter:
         assert parameter is not None
         return nn.Parameter(values.detach().clone(), parameter.requires_grad)
 
-    def equals(self, one: Tensor, other: Tensor) -> bool:
-        """Not reached: a comparison first uses the values, which unshards them."""
-        raise AssertionError(self.name)
-
 
 def partial_of(parameter: Tensor) -> PartialParameter | None:
     """Record of a sharded parameter; None if it is unsharded or wrapped by an engine."""

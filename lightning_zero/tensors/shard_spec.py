@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -29,6 +29,12 @@ class ShardComm(Protocol):
 
     def max_(self, values: Tensor, name: str) -> Tensor: ...
 
+    def all_gather_shards(
+        self, shard: Tensor, name: str, split_sizes: Sequence[int] | None
+    ) -> Tensor: ...
+
+    def announce(self, name: str) -> None: ...
+
     def wait_for_cpu_copies(self) -> None: ...
 
 
@@ -40,11 +46,14 @@ class ShardSpec:
         slot: Slot of the parameter in its bucket.
         layout: Layout of the bucket.
         comm: Communicator of the ranks that have a shard.
+        drain: Waits for a worker thread that steps parameters; called before an all-gather,
+            because the all-gathers of those steps come first on all ranks.
     """
 
     slot: Slot
     layout: FlatLayout
     comm: ShardComm
+    drain: Callable[[], object]
 
     @property
     def owned(self) -> range:
@@ -55,6 +64,23 @@ class ShardSpec:
     def _ranges(self) -> tuple[range, ...]:
         ranks = range(self.layout.world_size)
         return tuple(self.layout.owned(self.slot, rank) for rank in ranks)
+
+    def all_gather(self, own: Tensor, name: str) -> Tensor:
+        """All elements of a tensor that is sharded in this way: new, on the device of `comm`.
+
+        Collective: every rank.
+
+        Args:
+            own: This rank's elements: 1-D, of any dtype, on any device.
+            name: Name of the all-gather in reports of long waits.
+        """
+        self.drain()
+        # No shard may be empty: ranks before and after those with elements send one more.
+        sizes = [max(len(one), 1) for one in self._ranges]
+        shard = own if own.numel() else own.new_zeros(1)
+        start = next((rank for rank, one in enumerate(self._ranges) if one), 0)
+        flat = self.comm.all_gather_shards(shard, name, sizes)
+        return flat[start : start + self.slot.numel]
 
     def matches(self, other: ShardSpec) -> bool:
         """Whether every rank has the same elements of both. The result is equal on all ranks."""

@@ -1,37 +1,41 @@
 """Sharded tensors: `p.grad` before a step, `p.data` while sharded.
 
 [Note: Sharded tensors] Shape, dtype, stride and other metadata are those of the full tensor. The
-local values are a range of its row-major elements, possibly empty. Operators with torch's tag
-`pointwise` run on that range, together with tensors of the same sharding, and with full tensors, of
-which the same range is taken after broadcasting. Reductions over all elements are all-reduced.
-Other operators need more than the shard: for `p.data`, the values are gathered (full_view.py); for
-`p.grad`, the operator raises an error that states how to get the full tensor.
+local values are a range of its row-major elements, possibly empty.
 
-Collective, every rank must call them: reductions; `full_tensor`; operators that gather; and
-pointwise operators on a tensor of another sharding, or that write to a plain tensor, because both
-need full values.
+- Elementwise operators (torch's tag `pointwise`) run on that range, together with tensors of the
+  same sharding, and with full tensors, of which the same range is taken after broadcasting.
+- Sums, means, norms, extremes, `any` and `all` over all elements, and `torch.equal`, are computed
+  on that range and all-reduced.
+- Other operators need more than the shard. For `p.data`, the values are all-gathered
+  (full_view.py); for `p.grad`, an error states how to get the full tensor.
+
+Collective, every rank must call them: reductions; `full_tensor`; operators that need all values;
+and elementwise operators on a tensor of another sharding, or that write to a plain tensor, because
+both all-gather.
 
 [Note: No gradient] A shard cannot be part of an autograd graph: every rank would differentiate only
-its own elements. So results require no gradient, and the backward of a number that was reduced from
-tensors which require one raises an error, instead of training without that term.
+its own elements. So results that are sharded require no gradient; they are marked as tracked if
+they were computed from tensors that require one. The backward of a plain result of such tensors,
+for example their norm, raises an error, instead of training without that term.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.tensors.full_view import FullTensorView, is_writing
+from lightning_zero.tensors.full_view import FullTensorView, is_writing, without_gradient
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
-from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardSpec
+from lightning_zero.tensors.operators import FOREACH, is_elementwise_operator
+from lightning_zero.tensors.reductions import REDUCTIONS, norms, sum_of_bits
+from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardComm, ShardSpec
 
-__all__ = ["ShardedTensor", "ShardedTensorError", "is_elementwise_operator"]
+__all__ = ["ShardedTensor", "ShardedTensorError"]
 
 
 class ShardedTensorError(RuntimeError):
@@ -40,15 +44,27 @@ class ShardedTensorError(RuntimeError):
     Not a TypeError: Python's operators would take that for "not implemented" and compare
     identities.
 
-    Attributes:
+    Args:
         sharded: The tensor.
-        why: Reason for the error text.
+        name: Name of the operation.
+        why: Reason; the default is that an operation needs all elements.
         needs_full: Whether the operation is possible with full values.
     """
 
-    sharded: ShardedTensor | None = None
-    why: str = ""
-    needs_full: bool = False
+    def __init__(
+        self, sharded: ShardedTensor, name: str, why: str = "", *, needs_full: bool = False
+    ) -> None:
+        self._sharded, self._why, self.needs_full = sharded, why, needs_full
+        super().__init__(
+            f"{name!r} on {sharded.title}, which is sharded: "
+            f"{why or _NEEDS_ALL}; {_REMEDIES[sharded.role]}. "
+            "Elementwise operations, and sums, norms and extremes over all elements on every "
+            "rank, give the results of the full tensor."
+        )
+
+    def renamed(self, name: str) -> ShardedTensorError:
+        """The same error with the name of the function that the user called."""
+        return ShardedTensorError(self._sharded, name, self._why)
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
@@ -81,6 +97,8 @@ class ShardedTensor(Tensor):
         role: str,
         like: Tensor,
         shape: Sequence[int] | None = None,
+        *,
+        is_tracked: bool = False,
     ) -> ShardedTensor:
         """Wraps `shard`, the elements `spec.owned`, as a tensor of full shape; memory is shared.
 
@@ -90,20 +108,31 @@ class ShardedTensor(Tensor):
             role: See `ShardedTensor`.
             like: Has the dtype and the device of the elements.
             shape: Full shape; None: that of the parameter.
+            is_tracked: See `ShardedTensor`.
         """
         size = torch.Size(spec.slot.shape if shape is None else shape)
         sharded = Tensor._make_wrapper_subclass(
             ShardedTensor, size, dtype=like.dtype, device=like.device
         )
         assert isinstance(sharded, ShardedTensor)
-        sharded.spec, sharded.role, sharded.is_tracked = spec, role, False
+        sharded.spec, sharded.role, sharded.is_tracked = spec, role, is_tracked
         sharded._shard = shard
         return sharded
+
+    @property
+    def comm(self) -> ShardComm:
+        return self.spec.comm
 
     @property
     def local(self) -> Tensor:
         """This rank's elements as a plain tensor, 1-D; a copy if they are stored in a file."""
         return self._shard.read()
+
+    def tracked(self) -> ShardedTensor:
+        """The same tensor, marked as tracked; memory is shared."""
+        return ShardedTensor.of(
+            self._shard, self.spec, self.role, self, self.shape, is_tracked=True
+        )
 
     def change(self, write: Callable[[Tensor], object]) -> None:
         """Calls `write` with this rank's elements, 1-D and plain, to change them. Local."""
@@ -125,34 +154,42 @@ class ShardedTensor(Tensor):
             dtype: Dtype of the result; None: the dtype of this tensor.
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
-        self._shard.check_memory(self._call_of(name), num_bytes)
-        values = self._gather(name)
-        return FullTensorView.of(values if dtype is None else values.to(dtype), _Origin(self))
+        self._shard.check_memory(self.call_of(name), num_bytes)
+        return FullTensorView.of(self._gather(name).to(dtype or self.dtype), self)
 
     def _gather(self, name: str) -> Tensor:
-        local = self.local
-        # A sum of integers, where all ranks but one have zeros, preserves every bit.
-        words = 2 * -(-self.numel() * local.element_size() // 16)
-        memory = torch.zeros(words, dtype=torch.int64, device=local.device)
-        flat = memory.view(local.dtype)[: self.numel()]
-        owned = self.spec.owned
-        flat[owned.start : owned.stop] = local
-        self._all_reduce_sum(memory, name)
-        return flat.view(self.shape)
+        local, call = self.local, self.call_of(name)
+        self.comm.announce(call)
+        return self.spec.all_gather(local, call).to(local.device).view(self.shape)
 
-    def _all_reduce_sum(self, values: Tensor, name: str) -> Tensor:
-        """Sum over the shard group, in place. Collective."""
-        return self.spec.comm.sum_over_shards_(values, self._call_of(name))
+    # Implements `ShardedOrigin`:
 
-    def _all_reduce_max(self, values: Tensor, name: str) -> Tensor:
-        """Elementwise maximum over all ranks, in place. Collective."""
-        return self.spec.comm.max_(values, self._call_of(name))
+    @property
+    def title(self) -> str:
+        return f"{self.role} of parameter {self.spec.slot.name}"
 
-    def _call_of(self, name: str) -> str:
+    @property
+    def version(self) -> int:
+        return self._shard.version
+
+    def write_back(self, values: Tensor) -> None:
+        new = _narrow(values, values.shape, self.spec)
+
+        def write(own: Tensor) -> None:
+            here = new.to(own.device)
+            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
+            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
+
+        with torch.no_grad():
+            self.change(write)
+
+    def call_of(self, name: str) -> str:
+        """Describes a call of method `name` for errors and reports of long waits."""
         return f"{self.role}.{name}() of {self.spec.slot.name}"
 
     def _refuse(self, name: str, why: str = "", *, needs_full: bool = True) -> NoReturn:
-        raise _error(self, name, why, needs_full=needs_full and self.role == _DATA)
+        needs_full = needs_full and self.role == _DATA
+        raise ShardedTensorError(self, name, why, needs_full=needs_full)
 
     # ---------------------------------------------------------------- dispatch of torch
 
@@ -172,32 +209,34 @@ class ShardedTensor(Tensor):
             return args[0].copy_(args[1])
         if func in _FROM_MEMORY:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+        name = _name_of(func)
         with torch._C.DisableTorchFunctionSubclass():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            sharded = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))
             is_tracked = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
-            name = _name_of(func)
             if name in _ON_MEMORY:
-                _first_of(args, kwargs)._refuse(name, needs_full=False)
-            written = args[0] if args else None
-            if is_tracked and is_writing(name) and not isinstance(written, ShardedTensor | None):
-                sharded = next(t for t in tensors if isinstance(t, ShardedTensor))
+                sharded._refuse(name, needs_full=False)
+            is_plain = bool(args) and not isinstance(args[0], ShardedTensor)
+            if is_tracked and is_plain and is_writing(name):
                 why = "no gradient flows through it; call it under torch.no_grad()"
                 sharded._refuse(name, why, needs_full=False)
+            needs_full, result = False, None
             try:
                 with torch.no_grad():
                     result = func(*args, **kwargs)
             except ShardedTensorError as error:
                 if not error.needs_full:
-                    raise _renamed(error, name) from None
-                result = None
+                    raise error.renamed(name) from None
                 needs_full = True
-            else:
-                needs_full = False
         if needs_full:
             result = _call_with_full_values(func, name, args, kwargs)
         if is_tracked and func not in _UNTRACKED:
+            failure = ShardedTensorError(sharded, name, "no gradient flows through it")
+            given = set(map(id, tensors))
             with torch._C.DisableTorchFunctionSubclass():
-                result = tree_map(lambda value: _track(value, tensors, name), result)
+                result = tree_map(
+                    lambda one: one if id(one) in given else _track(one, failure), result
+                )
         return result
 
     @classmethod
@@ -210,19 +249,18 @@ class ShardedTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__ if func.namespace == "aten" else str(func)
-        if name in _SAME_ELEMENTS and not (func.overloadpacket is _VIEW and "dtype" in str(func)):
+        if name in _SAME_ELEMENTS and func is not torch.ops.aten.view.dtype:
             return _with_shape(func, name, args, kwargs)
-        if name in _REDUCTIONS and torch.Tag.pointwise not in func.tags:
+        if name in REDUCTIONS and torch.Tag.pointwise not in func.tags:
             return _reduce(func, name, args, kwargs)
         if name in _OTHERS:
             return _OTHERS[name](func, args, kwargs)
         if name.startswith("new_"):
             like = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
             return func(like, *args[1:], **kwargs)
-        if name.startswith(_FOREACH) and _is_pointwise_name(name.removeprefix(_FOREACH)):
-            return _foreach(func, name, args, kwargs)
-        if _is_pointwise(func, name):
-            return _elementwise(func, name, args, kwargs)
+        if func.namespace == "aten" and is_elementwise_operator(func):
+            run = _foreach if name.startswith(FOREACH) else _elementwise
+            return run(func, name, args, kwargs)
         first = _first_of(args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             first._refuse(name, "every rank would draw different numbers", needs_full=False)
@@ -275,6 +313,7 @@ class ShardedTensor(Tensor):
 # ---------------------------------------------------------------- errors
 
 _DATA = "p.data"
+_NEEDS_ALL = "it would see only this rank's elements"
 _REMEDIES = {
     "p.grad": "use lightning_zero.full_grad(parameter) for the full gradient; a result of the "
     "parameter's shape may be assigned to parameter.grad",
@@ -285,24 +324,6 @@ _REMEDIES = {
     "trainer.save_checkpoint(path), or strategy.optimizer_state(optimizer) or "
     "engine.optimizer_state(optimizer) on every rank",
 }
-
-
-def _error(
-    sharded: ShardedTensor, name: str, why: str = "", *, needs_full: bool = False
-) -> ShardedTensorError:
-    why = why or "it would see only this rank's elements"
-    error = ShardedTensorError(
-        f"{name!r} on {sharded.role} of parameter {sharded.spec.slot.name}, which is sharded: "
-        f"{why}; {_REMEDIES[sharded.role]}. Elementwise operations, and reductions over all "
-        "elements on every rank, give the results of the full tensor."
-    )
-    error.sharded, error.why, error.needs_full = sharded, why, needs_full
-    return error
-
-
-def _renamed(error: ShardedTensorError, name: str) -> ShardedTensorError:
-    """The same error with the name of the function that the user called."""
-    return error if error.sharded is None else _error(error.sharded, name, error.why)
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -327,35 +348,13 @@ def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad or (isinstance(tensor, ShardedTensor) and tensor.is_tracked)
 
 
-def _track(value: Any, given: Sequence[Tensor], name: str) -> Any:
+def _track(value: Any, error: Exception) -> Any:
     """Marks a result that was computed from tensors which require a gradient."""
-    if isinstance(value, ShardedTensor):
-        value.is_tracked = True
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
-    is_new = isinstance(value, Tensor) and not any(value is tensor for tensor in given)
-    if not is_new or not (value.is_floating_point() or value.is_complex()):
-        return value
-    sharded = next(tensor for tensor in given if isinstance(tensor, ShardedTensor))
-
-    def track(value: Tensor) -> Tensor:
-        anchor = torch.zeros((), requires_grad=True)
-        tracked: Tensor = _NoGradient.apply(value, anchor, sharded, name)
-        return tracked
-
-    return value.tracked(track) if isinstance(value, FullTensorView) else track(value)
-
-
-class _NoGradient(torch.autograd.Function):
-    """Identity whose backward raises. See [Note: No gradient]."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, sharded: ShardedTensor, name: str) -> Any:
-        ctx.sharded, ctx.name = sharded, name
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.sharded._refuse(ctx.name, "no gradient flows through it", needs_full=False)
+    if isinstance(value, (ShardedTensor, FullTensorView)):
+        return value.tracked() if isinstance(value, ShardedTensor) else value.tracked(error)
+    return without_gradient(value, error)
 
 
 # ---------------------------------------------------------------- full values
@@ -365,101 +364,26 @@ _FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}
 _FROM_MEMORY |= {Tensor.untyped_storage}
 
 
-@dataclass(frozen=True)
-class _Origin:
-    """Implements `ShardedOrigin` for a sharded tensor."""
-
-    sharded: ShardedTensor
-
-    @property
-    def name(self) -> str:
-        return f"{self.sharded.role} of parameter {self.sharded.spec.slot.name}"
-
-    @property
-    def version(self) -> int:
-        return self.sharded._shard.version
-
-    def write_back(self, values: Tensor) -> None:
-        owned = self.sharded.spec.owned
-        new = read_flat(values, owned.start, owned.stop)
-
-        def write(own: Tensor) -> None:
-            here = new.to(own.device)
-            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
-            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
-
-        with torch.no_grad():
-            self.sharded.change(write)
-
-
 def _call_with_full_values(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Calls `func`, which cannot run on shards, with full values. Collective."""
+    leaves, tree = tree_flatten((args, dict(kwargs)))
     full: dict[int, Tensor] = {}
-    sharded: dict[int, ShardedTensor] = {}
-
-    def give(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor):
-            return value
-        if id(value) not in full:
-            is_data = value.role == _DATA
-            full[id(value)] = value.full_view(name) if is_data else value._gather(name)
-            sharded[id(full[id(value)])] = value
-        return full[id(value)]
-
-    args, kwargs = tree_map(give, (args, dict(kwargs)))
+    for one in leaves:
+        if isinstance(one, ShardedTensor) and id(one) not in full:
+            full[id(one)] = one.full_view(name) if one.role == _DATA else one._gather(name)
+    args, kwargs = tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
     with torch.no_grad():
         result = func(*args, **kwargs)
-    return tree_map(lambda value: sharded.get(id(value), value), result)
+    given = {id(full[id(leaf)]): leaf for leaf in leaves if id(leaf) in full}
+    return tree_map(lambda value: given.get(id(value), value), result)
 
 
 # ---------------------------------------------------------------- elementwise
 
-_FOREACH = "_foreach_"
-_VIEW = torch.ops.aten.view
-# Elementwise operators that torch does not tag.
-_ALSO_POINTWISE = {
-    "_to_copy",
-    "copy",
-    "empty_like",
-    "fill",
-    "floor_divide",
-    "full_like",
-    "isclose",
-    "masked_fill",
-    "ones_like",
-    "zero",
-    "zeros_like",
-}
-_WITH_SCALAR = {"fill", "fill_"}  # take a 0-dim tensor as a number
+_WITH_SCALAR = {"fill", "fill_"}  # take a 0-dim tensor as a number, as operators on lists do
 _DROPPED_ARGUMENTS = ("memory_format",)  # a shard is 1-D
-
-
-def _is_pointwise(func: Any, name: str) -> bool:
-    if torch.Tag.data_dependent_output in func.tags:
-        return False
-    is_tagged = torch.Tag.pointwise in func.tags or name in _ALSO_POINTWISE
-    return is_tagged or (is_writing(name) and _is_pointwise_name(name))
-
-
-def is_elementwise_operator(func: Any) -> bool:
-    """Whether an operator of torch is elementwise; also for operators on lists of tensors."""
-    name = func.overloadpacket.__name__
-    if name.startswith(_FOREACH):
-        return _is_pointwise_name(name.removeprefix(_FOREACH))
-    return _is_pointwise(func, name)
-
-
-def _is_pointwise_name(name: str) -> bool:
-    """Whether torch tags an overload of `name`, without the in-place underscore, as pointwise."""
-    name = name.removesuffix("_")
-    if name in _ALSO_POINTWISE:
-        return True
-    packet = getattr(torch.ops.aten, name, None)
-    if packet is None or name in _REDUCTIONS:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
 
 
 def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -484,44 +408,27 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         why = f"shapes {shapes} would make a tensor of another size"
         first._refuse(name, why, needs_full=not written)
     assert isinstance(home, ShardedTensor)
-
-    def is_number(leaf: Any) -> bool:
-        takes_scalar = name in _WITH_SCALAR or name.startswith(_FOREACH)
-        is_other = isinstance(leaf, Tensor) and leaf is not home and leaf.dim() == 0
-        return takes_scalar and is_other
+    takes_scalar = name in _WITH_SCALAR or name.startswith(FOREACH)
 
     def run(own: Tensor) -> Any:
-        parts = [
-            _number(leaf, own.device) if is_number(leaf) else _part_for(leaf, home, shape, own)
-            for leaf in leaves
-        ]
-        args, kwargs = tree_unflatten(parts, tree)
+        def part_of(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value is home:
+                return own if value is home else value
+            is_number = not value.dim() and (takes_scalar or bool(shape))  # is not promoted
+            if isinstance(value, ShardedTensor):
+                is_alike = value.numel() == home.numel() and home.spec.matches(value.spec)
+                if is_alike and not is_number:
+                    return _moved(value.local, own.device)
+                value = value.full_tensor()
+            return _moved(value if is_number else _narrow(value, shape, home.spec), own.device)
+
+        args, kwargs = tree_unflatten(list(map(part_of, leaves)), tree)
         return func(*args, **kwargs)
 
     if written:
         home.change(run)
         return home
     return tree_map(lambda part: _result(part, home, shape), run(home.local))
-
-
-def _number(value: Tensor, device: torch.device) -> Any:
-    full = value.full_tensor() if isinstance(value, ShardedTensor) else value
-    return _moved(full, device)
-
-
-def _part_for(value: Any, home: ShardedTensor, shape: torch.Size, own: Tensor) -> Any:
-    """This rank's elements of `value`; `own` are those of `home`."""
-    if not isinstance(value, Tensor):
-        return value
-    if value is home:
-        return own
-    if isinstance(value, ShardedTensor):
-        if value.numel() == shape.numel() and value.spec.matches(home.spec):
-            return _moved(value.local, own.device)
-        value = value.full_tensor()
-    if value.dim() == 0 and shape:
-        return _moved(value, own.device)  # 0-dim tensors take no part in type promotion
-    return _moved(_narrow(value, shape, home.spec), own.device)
 
 
 def _narrow(full: Tensor, shape: torch.Size, spec: ShardSpec) -> Tensor:
@@ -565,19 +472,8 @@ def _foreach(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 # ---------------------------------------------------------------- changes of shape
 
-_SAME_ELEMENTS = {
-    "_reshape_alias",
-    "_unsafe_view",
-    "alias",
-    "detach",
-    "detach_",
-    "expand",
-    "lift_fresh",
-    "reshape",
-    "squeeze",
-    "unsqueeze",
-    "view",
-}
+_SAME_ELEMENTS = {"_reshape_alias", "_unsafe_view", "alias", "detach", "detach_", "lift_fresh"}
+_SAME_ELEMENTS |= {"view"}
 
 
 def _with_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -589,19 +485,6 @@ def _with_shape(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, A
     if shape.numel() != sharded.numel():
         sharded._refuse(name)
     return ShardedTensor.of(sharded._shard, sharded.spec, sharded.role, sharded, shape)
-
-
-def _random_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """This rank's shard of a full random tensor.
-
-    Ranks with equal seeds would draw the same numbers for different elements.
-    """
-    sharded, *rest = args
-    like = torch.zeros((), dtype=sharded.dtype, device=sharded.device).expand(sharded.shape)
-    kwargs = {**kwargs, "memory_format": torch.contiguous_format}
-    full = func(like, *rest, **kwargs)
-    own = _narrow(full, sharded.shape, sharded.spec).clone()
-    return ShardedTensor.of(InMemoryShard(own), sharded.spec, sharded.role, own, sharded.shape)
 
 
 # ---------------------------------------------------------------- reductions
@@ -621,114 +504,24 @@ def _reduce(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any])
         dims = ()
     if name in ("max", "min") and "dim" in given:
         sharded._refuse(name, "it has no indices of the full tensor")
+    dtype = given.get("dtype") or sharded.dtype
+    if name == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        sharded._refuse(name, f"a mean of {dtype} has no default dtype; pass one")
     if dims and {d % max(sharded.dim(), 1) for d in dims} != set(range(max(sharded.dim(), 1))):
         sharded._refuse(name, "it needs every rank's elements of a row or a column")
-    result = _REDUCTIONS[name](sharded, given)
+    result = REDUCTIONS[name](sharded, given)
     if given.get("dtype") is not None:
         result = result.to(given["dtype"])
     return result.reshape([1] * sharded.dim()) if given.get("keepdim") else result
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Dtype in which shards are summed."""
-    is_float = tensor.dtype.is_floating_point
-    return torch.promote_types(tensor.dtype, torch.float32) if is_float else tensor.dtype
-
-
-def _sum(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "sum") -> Tensor:
-    dtype = given.get("dtype") or sharded.dtype
-    local = sharded.local.to(dtype)
-    own = local.sum(dtype=_wide(local)) if dtype.is_floating_point else local.sum()
-    total = sharded._all_reduce_sum(own, name)
-    return total.to(dtype) if dtype.is_floating_point else total
-
-
-def _mean(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    dtype = given.get("dtype") or sharded.dtype
-    if not (dtype.is_floating_point or dtype.is_complex):
-        sharded._refuse("mean", f"a mean of {dtype} has no default dtype; pass one")
-    wide = torch.promote_types(dtype, torch.float32)
-    return (_sum(sharded, {"dtype": wide}, "mean") / sharded.numel()).to(dtype)
-
-
-def _variance(sharded: ShardedTensor, given: Mapping[str, Any], name: str = "var") -> Tensor:
-    correction = given.get("correction", given.get("unbiased"))
-    correction = 1 if correction is None else correction
-    wide = sharded.local.to(_wide(sharded))
-    mean = sharded._all_reduce_sum(wide.sum(), name) / sharded.numel()
-    squares = sharded._all_reduce_sum((wide - mean).abs().square().sum(), name)
-    return (squares / max(sharded.numel() - correction, 0)).to(sharded.dtype)
-
-
-def _deviation(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    return _variance(sharded, given, "std").sqrt()
-
-
-def _extreme(sign: int, name: str) -> Callable[..., Tensor]:
-    def extreme(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-        local, dtype = sharded.local, sharded.dtype
-        is_float = dtype.is_floating_point
-        local = sign * local.to(_wide(local) if is_float else torch.int64)
-        lowest = -math.inf if is_float else torch.iinfo(torch.int64).min
-        best = local.max() if local.numel() else local.new_full((), lowest)
-        return (sign * sharded._all_reduce_max(best, name)).to(dtype)
-
-    return extreme
-
-
-def _any(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    return sharded._all_reduce_max(sharded.local.any().to(torch.uint8), "any").bool()
-
-
-def _all(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    has_false = (~sharded.local.bool().all()).to(torch.uint8)
-    return sharded._all_reduce_max(has_false, "all").logical_not()
-
-
-def _count_nonzero(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    return sharded._all_reduce_sum(sharded.local.count_nonzero(), "count_nonzero")
-
-
-def _norm(sharded: ShardedTensor, given: Mapping[str, Any]) -> Tensor:
-    order = given.get("ord", given.get("p"))
-    dtype = given.get("dtype") or sharded.dtype
-    (norm,) = _norms([sharded], 2.0 if order is None else float(order))
-    return norm.to(dtype.to_real())
-
-
-def _norms(tensors: Sequence[ShardedTensor], order: float) -> list[Tensor]:
-    """Norms of all `tensors`, in one all-reduce."""
-    first = tensors[0]
-    device = first.spec.comm.device
-    local = torch.stack([_power_sum(tensor.local, order).to(device) for tensor in tensors])
-    if math.isinf(order):
-        sign = 1 if order > 0 else -1
-        return list((sign * first._all_reduce_max(sign * local, "norm")).unbind())
-    total = first._all_reduce_sum(local, "norm")
-    total = total if order == 0 else total ** (1.0 / order)
-    pairs = zip(total.unbind(), tensors, strict=True)
-    return [norm.to(tensor.device) for norm, tensor in pairs]
-
-
-def _power_sum(local: Tensor, order: float) -> Tensor:
-    """The value that ranks add (order p: the p-th power of the norm) or compare (order inf)."""
-    dtype = torch.promote_types(local.dtype.to_real(), torch.float32)
-    if local.numel() == 0:
-        lowest = math.inf if order == -math.inf else 0.0
-        return torch.full((), lowest, dtype=dtype, device=local.device)
-    wide = local.to(torch.promote_types(local.dtype, torch.float32))
-    norm: Tensor = torch.linalg.vector_norm(wide, order)
-    return norm if math.isinf(order) or order == 0 else norm**order
 
 
 def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     tensors, *rest = args
     order = float(rest[0] if rest else kwargs.get("ord", 2))
     dtype = kwargs.get("dtype")
-    sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
-    norms = iter(_norms(sharded, order))
+    of_sharded = iter(norms([one for one in tensors if isinstance(one, ShardedTensor)], order))
     found = [
-        next(norms).to(tensor.dtype.to_real())
+        next(of_sharded).to(tensor.dtype.to_real())
         if isinstance(tensor, ShardedTensor)
         else torch.linalg.vector_norm(tensor, order)
         for tensor in tensors
@@ -737,21 +530,22 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """`torch.equal`: one small all-reduce, except for equal tensors of another sharding.
+
+    Most tensors that are not equal differ in the sums of their bits, so that nothing is gathered:
+    Lightning's fine-tuning callbacks compare all parameters with all others.
+    """
     one, other = args
     if one.shape != other.shape:
         return False
-    is_equal = _elementwise(torch.ops.aten.eq.Tensor, "equal", args, {})
-    return bool(_all(is_equal, {}))
-
-
-def _allclose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    is_close = _elementwise(torch.ops.aten.isclose.default, "allclose", args, kwargs)
-    return bool(_all(is_close, {}))
-
-
-def _dot(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    products = _elementwise(torch.ops.aten.mul.Tensor, "dot", args, {})
-    return _sum(products, {}, "dot")
+    are_sharded = isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)
+    if are_sharded and one.dtype is other.dtype and not one.spec.matches(other.spec):
+        bits = [sum_of_bits(each.local + 0) for each in (one, other)]  # + 0: -0.0 equals 0.0
+        difference = bits[0] - bits[1].to(bits[0].device)
+        if int(one.comm.sum_over_shards_(difference, one.call_of("equal"))) != 0:
+            return False
+    is_same = _elementwise(torch.ops.aten.eq.Tensor, "equal", args, {})
+    return bool(REDUCTIONS["all"](is_same, {}))
 
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -765,41 +559,19 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Unscales for a GradScaler: an infinity in any shard makes all ranks skip the step."""
     grads, found_inf, scale = args
     first = _first_of(grads)
-    if found_inf.device != first.spec.comm.device:
-        first.spec.comm.wait_for_cpu_copies()  # the scaler copies both asynchronously
+    if found_inf.device != first.comm.device:
+        first.comm.wait_for_cpu_copies()  # the scaler copies both asynchronously
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))
         else:
             func([grad], found_inf, scale)
-    first._all_reduce_max(found_inf, "unscale_")
+    first.comm.max_(found_inf, first.call_of("unscale_"))
 
-
-_REDUCTIONS: dict[str, Callable[..., Tensor]] = {
-    "all": _all,
-    "amax": _extreme(1, "max"),
-    "amin": _extreme(-1, "min"),
-    "any": _any,
-    "count_nonzero": _count_nonzero,
-    "linalg_vector_norm": _norm,
-    "max": _extreme(1, "max"),
-    "mean": _mean,
-    "min": _extreme(-1, "min"),
-    "norm": _norm,
-    "std": _deviation,
-    "sum": _sum,
-    "var": _variance,
-}
 
 _OTHERS: dict[str, Callable[..., Any]] = {
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
     "_foreach_norm": _foreach_norm,
     "_local_scalar_dense": _item,
-    "allclose": _allclose,
-    "dot": _dot,
     "equal": _equal,
-    "rand_like": _random_like,
-    "randint_like": _random_like,
-    "randn_like": _random_like,
-    "vdot": _dot,
 }
