@@ -232,7 +232,7 @@ class CollectiveOrder:
         self._record(tally)
         one.is_begun = True
         one.log.clear()  # of a pass that failed on this rank first, and on others later
-        one.is_alike = True
+        one.is_same_on_all_ranks = True
         if not tally.is_same("key"):
             one.key = None
         if one.schedule is None:
@@ -415,7 +415,7 @@ class CollectiveOrder:
         one, request, num_ready = self._ended or self._pass, tally.request, tally.lowest.num_ready
         is_unit = request.kind < RequestKind.BEGIN
         if one is not None and is_unit:
-            one.is_alike &= tally.lowest.request == tally.highest.request
+            one.is_same_on_all_ranks &= tally.lowest.request == tally.highest.request
         if one is not None and one.schedule is None:
             is_backward = request.kind is RequestKind.BACKWARD or num_ready
             if is_backward and self._backward_event not in one.log:

@@ -42,7 +42,7 @@ class Pass:
     ready: set[int] = field(default_factory=set)  # buckets with all their gradients
     reduced: list[int] = field(default_factory=list)  # buckets
     used: set[int] = field(default_factory=set)  # units
-    is_alike: bool = True  # all ranks have requested the same units
+    is_same_on_all_ranks: bool = True  # all ranks have requested the same units
     has_deviated: bool = False
     has_unused_gathers: bool = False
 
@@ -118,13 +118,13 @@ class RecordedSchedules:
     def _record_log(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> int:
         """Adopts or judges the schedule of a pass; returns the hash of its log.
 
-        A log is adopted if it is the first of its key, and alike on all ranks, or if it repeats.
+        A log is adopted if it is the first of its key, and the same on all ranks, or if it repeats.
         """
         assert one.key is not None
         recording = self._recordings.setdefault(one.key, _Recording())
         digest = hash_of(one.log)
         if one.schedule is None:
-            is_first = recording.digest is None and one.is_alike
+            is_first = recording.digest is None and one.is_same_on_all_ranks
             if (is_first or recording.digest == digest) and len(one.log) < _MAX_LOGGED:
                 log = tuple(one.log)
                 recording.schedule = hoist_all_gathers(log, self._numels, self._prefetch_numel)

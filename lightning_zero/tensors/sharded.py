@@ -416,8 +416,8 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
                 return own if value is home else value
             is_number = not value.dim() and (takes_scalar or bool(shape))  # is not promoted
             if isinstance(value, ShardedTensor):
-                is_alike = value.numel() == home.numel() and home.spec.matches(value.spec)
-                if is_alike and not is_number:
+                has_same_shards = value.numel() == home.numel() and home.spec.matches(value.spec)
+                if has_same_shards and not is_number:
                     return _moved(value.local, own.device)
                 value = value.full_tensor()
             return _moved(value if is_number else _narrow(value, shape, home.spec), own.device)

@@ -346,7 +346,7 @@ def _awaited_by_step(size, units_by_step):
     return awaited
 
 
-def test_the_first_pass_that_all_ranks_run_alike_is_recorded():
+def test_the_first_pass_in_which_all_ranks_request_the_same_is_recorded():
     first, *others = _awaited_by_step(3, [range(NUM_UNITS)] * 4)
     assert first >= NUM_UNITS
     assert others == [0] * 3

@@ -210,8 +210,7 @@ strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
 strategy.strategy launcher.procs
 strategy.strategy self._checkpoint_io.checkpoint_io
-tensors.sharded ctx.name
-tensors.sharded ctx.sharded
+tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning
 SET_FROM_OUTSIDE = """
 activations known.num_uses
@@ -219,33 +218,22 @@ checkpoint.dcp_metadata record.state
 checkpoint.dcp_writer plan_cache.entries
 checkpoint.dcp_writer self.plan_cache.metadata
 cli.io_bench store.block_bytes
-comm.communicator self.control.watchdog
-core.access bucket.fingerprints
 core.access bucket.num_pins
-core.bucket bucket.fingerprints
 core.bucket self._bucket.num_pins
-core.gradients view.is_tracked
 core.hooks call.awaited
 core.hooks call.input_keys
 core.hooks unit.module
 core.hooks unit.num_awaited
-core.lockstep bucket.lockstep
-core.lockstep comm.before_collective
-core.lockstep self._order.allows_uneven_calls
-core.lockstep self._order.stop_request
 core.order one.cursor
 core.order one.has_deviated
-core.order one.has_logged_backward
 core.order one.has_unused_gathers
 core.order one.in_backward
-core.order one.is_recorded
+core.order one.is_same_on_all_ranks
 core.order one.reduction_order
 core.order one.schedule
-core.order self._ended.key
-core.order self._rounds.current_call
-core.order self._rounds.flags
-core.order self._rounds.last_write
-core.order self._rounds.num_writes
+core.passes recording.digest
+core.passes recording.num_mismatches
+core.passes recording.schedule
 core.schedule call.awaited
 core.schedule call.is_done
 core.schedule self.reducer.ends_step
@@ -257,15 +245,11 @@ core.shards self.param_shard.tensor
 core.unit bucket.is_saved_for_backward
 core.unit bucket.on_unsharded_change
 core.unit unit.num_awaited
-engine.engine self.schedule.is_accumulating
-engine.optimizers bucket.shards.keeps_states_in_files
 engine.shadow engine.average_buckets
 health.peers key.data.exit_status
 health.peers peer.descriptor
 health.peers peer.exited_at
 health.watchdog self._reports.describe
-observe.monitor strategy.before_saving
-observe.monitor zero_strategy(trainer, self).before_saving
 optim.clone part.state
 optim.flow known.is_written
 optim.flow self._flow.untraceable
@@ -275,8 +259,6 @@ planner.trace counter.high
 planner.trace recorder.counter.high
 record.recorder span.start
 tensors.full_view view._source
-tensors.guarded data.is_tracked
-tensors.sharded value.is_tracked
 tiers.grad_offload pending.transfer
 tiers.nvme read.is_stale
 tiers.pipeline slot.job
