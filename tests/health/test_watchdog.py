@@ -602,7 +602,7 @@ def _stop_and_wait(rank, world_size, stopped, heartbeat_timeout_s):
     """Stops one rank (rank 0 with the store); the other one continues it in the end."""
     dist.init_process_group("gloo")
     shown = _Lines()
-    logging.getLogger("lightning_zero.comm").addHandler(shown)
+    logging.getLogger("lightning_zero.health").addHandler(shown)
     limits = WaitLimits(report_s=0.5 if stopped == 0 else None, lost_s=heartbeat_timeout_s)
     watchdog = Watchdog("stopped", rank=rank, size=world_size, limits=limits)
     pids = [None, None]
