@@ -34,10 +34,11 @@ Why this does not deadlock:
 3. A rank waits for a round only when it has issued all events before that round. A rank that has
    not entered the round computes, or waits for data, which arrives by 2.
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
-   same on all ranks. The key is compared in the round that begins the pass. Ranks wait for it
-   before the first event if others may still request units of the pass before, or if no pass had
-   this key yet: it is then compared before ranks follow schedules that differ. Otherwise they do
-   not wait, and a mismatch ends the waits of all ranks with an error.
+   same on all ranks. The key is compared in the round that begins the pass. A rank waits for this
+   round before its first event, unless no other rank can still request units of the pass before,
+   and the key is the expected one (`RecordedSchedules.expected_key`), which is the same on all
+   ranks. So all ranks that do not wait follow the same schedule. A rank with another key waits,
+   and the mismatch ends the waits of all ranks with an error.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -205,14 +206,15 @@ class CollectiveOrder:
         if flags is not None:
             key = self._recorded.training_key(one_kind)
         one = self._pass = Pass(one_kind, key, flags is not None)
-        one.is_begun = is_synchronized and one.is_training and self._recorded.is_known(key)
+        is_expected = one.is_training and key == self._recorded.expected_key()
+        one.is_begun = is_synchronized and is_expected
         vote = self._vote(Request(RequestKind.BEGIN), key)
         one.pending = self._rounds.begin(vote, self._state, is_awaited=not one.is_begun)
         if one.is_begun:
             one.schedule = self._recorded.schedule_of(key)
 
     def wait_for_begin(self) -> None:
-        """Waits until all ranks have begun this pass, unless all have run one with its key."""
+        """Waits until all ranks have begun this pass, unless it was expected."""
         if self._pass is not None:
             self._wait_for_begin()
 

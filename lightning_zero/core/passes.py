@@ -83,16 +83,22 @@ class RecordedSchedules:
     def reset(self) -> None:
         """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
-        self._known: set[int] = set()  # keys of passes that all ranks have run
         self._last = 0  # hash of the last training pass; 0: there was none
+        # Key of the last training passes, and how many in a row had it.
+        self._run: tuple[int | None, int] = (None, 0)
+        self._changes: dict[tuple[int | None, int], int] = {}  # the other key that followed a run
 
     def training_key(self, kind: int) -> int:
         """Key of a training pass of this kind that begins now."""
         return hash_of(kind, self._last)
 
-    def is_known(self, key: int) -> bool:
-        """Whether all ranks have run a pass with this key."""
-        return key in self._known
+    def expected_key(self) -> int | None:
+        """Key that the next training pass is expected to have; None: unknown.
+
+        A pass repeats the key of the pass before, unless another key followed last time after as
+        many equal passes: so do micro-batches of a step, and the passes of a GAN.
+        """
+        return self._changes.get(self._run, self._run[0])
 
     def schedule_of(self, key: int | None) -> tuple[int, ...] | None:
         """The recorded schedule of `key`; None: there is none."""
@@ -103,10 +109,11 @@ class RecordedSchedules:
         """Records a pass that has ended; called at a boundary."""
         if one.key is None:
             return
-        if max(len(self._recordings), len(self._known)) > _MAX_KEYS:
+        if max(len(self._recordings), len(self._changes)) > _MAX_KEYS:
             self._recordings.clear()
-            self._known.clear()
-        self._known.add(one.key)
+            self._changes.clear()
+        if one.is_training:
+            self._extend_run(one.key)
         last = one.kind
         if self._has_units:
             if one.schedule is None and is_incomplete:
@@ -114,6 +121,16 @@ class RecordedSchedules:
             last = self._record_log(one, tally, is_incomplete=is_incomplete)
         if one.is_training:
             self._last = last
+
+    def _extend_run(self, key: int) -> None:
+        last, length = self._run
+        if key == last:
+            self._changes.pop(self._run, None)
+            self._run = key, length + 1
+        else:
+            if last is not None:
+                self._changes[self._run] = key
+            self._run = key, 1
 
     def _record_log(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> int:
         """Adopts or judges the schedule of a pass; returns the hash of its log.
