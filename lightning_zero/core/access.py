@@ -1,19 +1,22 @@
-"""Access to full parameters and gradients from outside the training step."""
+"""Calls of the user that concern all ranks: full parameters and gradients, uneven forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import BucketAccess, access_of, bucket_of, lockstep_of
 from lightning_zero.core.building import partial_of
+from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.writes import Fingerprint, is_same_memory, require_full_shape
 from lightning_zero.health.world import failing_together
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 
-__all__ = ["full_grad", "gathered"]
+__all__ = ["before_collective", "full_grad", "gathered", "uneven_calls"]
 
 
 @contextmanager
@@ -44,15 +47,15 @@ def gathered(
             changes are dropped, on every rank. Or data of another shape was assigned to a
             parameter; a RuntimeError on other ranks.
     """
-    buckets = _buckets_of(module_or_parameters)
-    if buckets:
-        buckets[0].lockstep.barrier("lightning_zero.gathered(...)")
+    accesses = _accesses_to(module_or_parameters)
+    if accesses:
+        accesses[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
-            stack.enter_context(_writable(buckets, from_rank))
+            stack.enter_context(_writable([one.bucket for one in accesses], from_rank))
         else:
-            for bucket in buckets:
-                stack.enter_context(_readable(bucket))
+            for access in accesses:
+                stack.enter_context(access.reading())
         yield
 
 
@@ -67,7 +70,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
+    lockstep_of(parameter).barrier(f"lightning_zero.full_grad() of {placement.name}")
     if bucket.grads.fetch(placement.index) is None:
         return None
     main_grad = bucket.grads.main_grad
@@ -77,10 +80,60 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     return bucket.masters.all_gather_values(main_grad).views[placement.index].clone()
 
 
-def _buckets_of(
+@contextmanager
+def uneven_calls(module: nn.Module) -> Iterator[None]:
+    """Context in which ranks may call `module` or its parts a different number of times, or never.
+
+    It is for generation, sampling and the like: no gradients are recorded. A rank that leaves early
+    serves the others until all have left. An exception on one rank ends the context on every rank.
+    Collective: every rank enters and leaves it, equally often.
+
+    Args:
+        module: The trained module or a part of it. Without an engine the context has no effect.
+
+    Raises:
+        RuntimeError: The context is entered during a backward.
+        PeerFailedError: Another rank failed inside; the text has its error.
+    """
+    found: dict[Lockstep, None] = {}
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            found[lockstep_of(parameter)] = None
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for one in found:
+            stack.enter_context(one.uneven_step())
+        yield
+
+
+def before_collective(module: nn.Module) -> None:
+    """Synchronizes all ranks before a collective of your own, in which all take part.
+
+    If ranks use different parts of `module` before a collective in the same forward or backward,
+    such as experts that depend on data, stage 3 must first complete their all-gathers. In a
+    forward, collectives of `torch.distributed` on tensors over the default group are detected
+    without this call, unless parts of the module are compiled. A barrier, another group, or a
+    collective in backward needs it. Collective: every rank.
+
+    Args:
+        module: The trained module or a part of it. Without an engine the call has no effect.
+
+    Raises:
+        RuntimeError: Another rank has reached a different call.
+    """
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            lockstep_of(parameter).barrier("before_collective()")
+            return
+
+
+def _accesses_to(
     module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
-) -> list[Bucket]:
-    """Buckets of the parameters, in the order of their first parameters: the same on every rank."""
+) -> list[BucketAccess]:
+    """Access to the buckets of the parameters, in one order on every rank.
+
+    That is the order of their first parameters.
+    """
     parameters: Iterable[nn.Parameter]
     if isinstance(module_or_parameters, nn.Module):
         parameters = module_or_parameters.parameters()
@@ -88,7 +141,7 @@ def _buckets_of(
         parameters = [module_or_parameters]
     else:
         parameters = module_or_parameters
-    found: dict[Bucket, None] = {}
+    found: dict[BucketAccess, None] = {}
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(
@@ -99,51 +152,8 @@ def _buckets_of(
         if partial is not None:
             partial.sharded_data(0)  # unsharded until it is sharded again
         elif has_placement(parameter):
-            found[bucket_of(placement_of(parameter))] = None
+            found[access_of(placement_of(parameter))] = None
     return list(found)
-
-
-@contextmanager
-def _readable(bucket: Bucket) -> Iterator[None]:
-    if bucket.masters.has_views_installed:
-        yield  # an outer context has installed views, for writing
-        return
-    bucket.wait_for_all_steps()
-    was_unsharded = bucket.is_unsharded
-    if bucket.shards_params:
-        bucket.unshard()
-    bucket.wait_for_unshard()
-    num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
-    bucket.num_pins += 1
-    is_first = bucket.fingerprints is None
-    if is_first:
-        bucket.fingerprints = [Fingerprint(data_of(p).reshape(-1)) for p in bucket.parameters]
-    is_kept = False
-    try:
-        yield
-        if is_first:
-            _check_unchanged(bucket)
-        is_kept = True
-    finally:
-        bucket.fingerprints = None if is_first else bucket.fingerprints
-        bucket.num_pins -= 1
-        if not is_kept:
-            bucket.discard_unsharded()
-        elif not was_unsharded:
-            bucket.reshard(num_holders_before=num_holders_before)
-
-
-def _check_unchanged(bucket: Bucket) -> None:
-    """Raises if a parameter was written to inside `gathered` without `writeback`."""
-    for index, fingerprint in enumerate(bucket.fingerprints or ()):
-        if not fingerprint.matches(data_of(bucket.parameters[index]).reshape(-1)):
-            outcome = "is dropped" if bucket.shards_params else "stays on this rank"
-            raise RuntimeError(
-                f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
-                "lightning_zero.gathered(...), which is for reading; use gathered(..., "
-                "writeback=True), which keeps the changes of one rank. The change "
-                f"{outcome}."
-            )
 
 
 # Digests of changed parameters, by bucket and name: averages have the names of their model, too.
@@ -158,13 +168,13 @@ class _WritableBucket:
         self._full = bucket.masters.all_gather()
         self._fingerprints = [Fingerprint(view.reshape(-1)) for view in self._full.views]
         self._data: list[Tensor] = []  # of the parameters at the end
-        bucket.masters.install_views(self._full.views)
+        bucket.install_views(self._full.views)
 
     def uninstall_views(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
         # Copies: assigned data may be the memory of another of these parameters.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
-        self._bucket.masters.uninstall_views()
+        self._bucket.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
         """Digests of the parameters that this rank has changed, by name."""

@@ -232,7 +232,7 @@ class Schedule:
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
-                unit.is_saved_for_backward |= torch.is_grad_enabled()
+                unit.note_graph()
         self._intercept_collectives()
 
     def begin_pass(self) -> None:
@@ -253,7 +253,8 @@ class Schedule:
     def compare_assigned(self) -> None:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""
         for bucket in self._buckets:
-            bucket.compare_assigned()
+            for name in bucket.writes.take_assigned():
+                self.order.note(f"parameter.data of {name}")
 
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """The other collectives before the first forward after a step. Collective."""
@@ -319,7 +320,7 @@ class Schedule:
         """Unshards `unit` before its module's forward."""
         self._last_used = unit.name
         self.unsharder.unshard(unit)
-        unit.is_saved_for_backward |= torch.is_grad_enabled()
+        unit.note_graph()
         self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_forward |= torch.is_grad_enabled()
 
@@ -377,7 +378,7 @@ class Schedule:
         self._has_forward |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
-        unit.is_saved_for_backward |= torch.is_grad_enabled()
+        unit.note_graph()
 
     # ---------------------------------------------------------------- backward
 
@@ -440,7 +441,7 @@ class Schedule:
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Reshards `unit`; its memory is needed again only if the graph is retained."""
-        unit.is_saved_for_backward = self._retain_graph
+        unit.end_graphs(is_retained=self._retain_graph)
         unit.reshard()
 
     def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -465,7 +466,7 @@ class Schedule:
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
-            unit.is_saved_for_backward = self._retain_graph
+            unit.end_graphs(is_retained=self._retain_graph)
         self.unsharder.reshard_all()
         self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
@@ -516,7 +517,7 @@ class Schedule:
                 if not isinstance(_attempt(bucket.reshard, errors), ValueError):
                     break
         for unit in self.units:
-            unit.is_saved_for_backward = False
+            unit.end_graphs()
         return errors[0] if errors else None
 
     def recover(self) -> None:

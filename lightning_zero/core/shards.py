@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.writes import Fingerprint
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
@@ -58,19 +59,21 @@ class Shards:
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
-        keeps_states_in_files: Whether optimizer states move to files; set with the optimizer.
+        keeps_states_in_files: Whether optimizer states move to files.
         state_stores: Optimizer states in files, by key.
         num_writes: Counter of steps and other writes to all values; some count more than once.
         num_slot_writes: Counters of writes to one slot alone, by slot.
     """
 
     def __init__(
-        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, rank: int
+        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, comm: Communicator
     ) -> None:
         self.plan = plan
         self.storage = storage
         self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
-        self._rank = rank
+        self.comm = comm
+        self._rank = rank = comm.mesh.shard_rank
+        self._uploads = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
         self.own_ranges = plan.layout.parts(rank)
@@ -199,7 +202,7 @@ class Shards:
         The parameters follow the master.
         """
         own = self.own_ranges[index]
-        self.stop_reading()
+        self._before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
         self.num_slot_writes[index] += 1
@@ -218,7 +221,7 @@ class Shards:
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
         self.num_writes += 1
-        self.stop_reading()
+        self._before_write()
         self.master_or_param.write(0, values)
         self.cast_master()
 
@@ -240,6 +243,20 @@ class Shards:
         if isinstance(self.all_gather_input, MemoryShardStore):
             return self.all_gather_input.tensor
         return None
+
+    def begin_step(self) -> None:
+        """Before an optimizer steps the master, whose memory and file change."""
+        self.num_writes += 1
+        self._before_write()
+
+    def _before_write(self) -> None:
+        if self.reader is not None:
+            self.reader.cancel()
+        self.comm.wait_for_uploads(self._uploads)
+
+    def wait_for_uploads(self) -> None:
+        """Before a write: waits for all-gathers that still copy the shard to the device."""
+        self.comm.wait_for_uploads(self._uploads)
 
     def stop_reading(self) -> None:
         """Cancels a read ahead and returns its buffers."""
@@ -285,7 +302,7 @@ class Shards:
         self.num_slot_writes[index] += 1
         if not own:
             return
-        self.stop_reading()
+        self._before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         values = values.to(master.device)
         with torch.no_grad():
@@ -315,6 +332,10 @@ class Shards:
         part = read_flat(full, owned.start, owned.stop).view(self.step_shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
+
+    def choose_state_place(self, *, in_files: bool) -> None:
+        """Keeps the states of the optimizer that steps this bucket in files, or in memory."""
+        self.keeps_states_in_files = in_files
 
     def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
         """The file of optimizer state `key`, with the length of the shard; initially zeros."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +188,7 @@ def equal(one: Tensor, other: Tensor, comm: Communicator) -> bool:
 def _own_bits(parameter: Tensor) -> Tensor:
     """Sum of bits of the elements that only this rank owns: equal for equal values."""
     placement = placement_of(parameter)
-    bucket: Any = placement.bucket
+    bucket: Any = cast(Any, placement.holder).bucket
     part = bucket.masters.shard_views()[placement.index]
     values = part.read() if isinstance(part, LazyTensor) else part.detach()
     return sum_of_bits(values + 0).reshape(1).to(bucket.device)  # + 0: -0.0 equals 0.0
@@ -198,6 +198,6 @@ def _full_tensor(tensor: Tensor) -> Tensor:
     if not has_placement(tensor):
         return tensor.detach()
     placement = placement_of(tensor)
-    bucket: Any = placement.bucket
+    bucket: Any = cast(Any, placement.holder).bucket
     views: list[Tensor] = bucket.masters.full_tensors()
     return views[placement.index].clone()

@@ -24,7 +24,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.building import partial_of
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
@@ -146,15 +147,14 @@ class Engine:
         self._is_closed = False
         self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
-            self.buckets = self._wrap_parameters()
-            rest = iter(self.buckets)
-            units = [
-                Unit(unit, index, [next(rest) for _ in unit.buckets])
-                for index, unit in enumerate(self.plan.units)
-            ]
+            unsharded: set[Unit] = set()
+            units = [Unit(plan, i, unsharded) for i, plan in enumerate(self.plan.units)]
+            self.buckets = self._wrap_parameters(units)
             self.schedule = Schedule(module, units, self.buckets, comm, config)
+            self.lockstep = Lockstep(self.schedule, comm)
+            for bucket in self.buckets:
+                BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order)
             self._hooks = Hooks(module, self.buckets, self.schedule)
-            self.lockstep = Lockstep(self.schedule, self.buckets, comm)
             self.optimizers = AttachedOptimizers(
                 self.buckets,
                 self.schedule.reducer,
@@ -174,38 +174,41 @@ class Engine:
             self.storage.close()
             raise
 
-    def _wrap_parameters(self) -> list[Bucket]:
-        """Wraps the parameters in buckets, in layout order, with their values. Collective."""
+    def _wrap_parameters(self, units: Sequence[Unit]) -> list[Bucket]:
+        """Wraps the parameters in the buckets of `units`, with their values. Collective.
+
+        Returns the buckets in layout order.
+        """
         plans = self.plan.buckets
-        queue = GradQueue(self.storage)
+        unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
+        shared = Shared(self.comm, GradQueue(self.storage), self.worker)
         built: dict[int, Bucket] = {}
         for index, filled in materialize(self.module, plans, self.device, self.comm):
-            built[index] = self._bucket(plans[index], queue, filled)
+            built[index] = self._bucket(plans[index], unit_of[index], shared, filled)
             del filled  # it may be unsharded; the next one would need as much memory again
         clear_pending_values(self.module)
-        return [built[index] for index in range(len(plans))]
+        buckets = [built[index] for index in range(len(plans))]
+        for unit, bucket in zip(unit_of, buckets, strict=True):
+            unit.add(bucket)
+        return buckets
 
-    def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
+    def _bucket(
+        self, plan: BucketPlan, unit: Unit, shared: Shared, filled: FlatBuffer | None
+    ) -> Bucket:
         named = parameters_by_name(self.module)
         parameters = [named[slot.name] for slot in plan.layout.slots]
         bucket = Bucket(
             plan,
             parameters,
-            self.comm,
-            queue,
-            self.worker,
+            shared,
             grad_dtype=self.plan.grad_dtype(plan),
-            unshard_out_of_order=self._unshard_out_of_order,
             filled=filled,
+            on_unsharded_change=unit.count_bucket if plan.stage.shards_params else None,
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
         if awaited:
             bucket.masters.load(values_reader(awaited))
         return bucket
-
-    def _unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
-        """Unshards `bucket`, whose parameter `name` is used outside of forward and backward."""
-        self.schedule.unshard_out_of_order(bucket, name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's shards from now on. Collective.
@@ -278,7 +281,7 @@ class Engine:
             set_to_none: Set gradients to None and free the memory of their shards.
         """
         for bucket in self.buckets:
-            bucket.grads.zero(set_to_none=set_to_none)
+            bucket.grads.param_grads.zero(set_to_none=set_to_none)
             bucket.free_zeroed()
 
     def clip_grad_norm_(

@@ -171,8 +171,9 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
         has_tensor_owners = bucket.plan.layout.has_tensor_owners
-        bucket.shards.keeps_states_in_files = kind is StepKind.BY_BUCKET and not has_tensor_owners
-        if bucket.shards.keeps_states_in_files or self._comm.rank or optimizer in self._warned:
+        in_files = kind is StepKind.BY_BUCKET and not has_tensor_owners
+        bucket.shards.choose_state_place(in_files=in_files)
+        if in_files or self._comm.rank or optimizer in self._warned:
             return
         self._warned.append(optimizer)
         reason = "can only step all parameters in one call"

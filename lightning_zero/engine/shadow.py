@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.bucket import Bucket, Masters
+from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket_access import BucketAccess
+from lightning_zero.core.masters import Masters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import BucketTiers, Tier
@@ -76,13 +78,10 @@ class Shadow:
                 tiers=BucketTiers(param=_tier(bucket, device)),
             ),
             [named[slot.name] for slot in plan.layout.slots],
-            bucket.comm,
-            queue,
-            self._engine.worker,
+            Shared(bucket.comm, queue, self._engine.worker),
             grad_dtype=dtype,
-            unshard_out_of_order=_raise_sharded,
         )
-        copy.lockstep = self._engine.lockstep
+        BucketAccess(copy, self._engine.lockstep, _raise_sharded)
         return copy
 
     @contextmanager
@@ -125,7 +124,7 @@ def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, 
         installed = []
         for bucket in buckets:
             installed.append((bucket.masters, bucket.masters.install_own_views()))
-            uninstalling.callback(bucket.masters.uninstall_views)
+            uninstalling.callback(bucket.uninstall_views)
         yield installed
 
 

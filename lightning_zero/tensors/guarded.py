@@ -61,10 +61,10 @@ class BetweenStepsError(RuntimeError):
 
 
 class ParameterHolder(Protocol):
-    """Object that has the values of a parameter, usually a bucket.
+    """Object that has the values of a parameter, usually the access to a bucket.
 
-    Other holders: a bucket of an average, a part of a module that is being built, and the
-    placeholder for a dropped parameter.
+    Other holders: a part of a module that is being built, and the placeholder for a dropped
+    parameter.
     """
 
     @property
@@ -96,8 +96,8 @@ class Placement:
         shape: Shape of the unsharded parameter.
         dtype: Dtype of the unsharded parameter.
         own_class: Class of the parameter while it is not guarded.
-        bucket: Holder of the values.
-        index: Slot of the parameter in the bucket.
+        holder: Holder of the values.
+        index: Slot of the parameter in its bucket.
         ensure_unsharded: Called with the name before the values are used.
         set_grad: Called with the slot and the new `.grad`; None: torch sets `.grad`.
         on_data_read: Called with the slot before the `.data` of a plain parameter is returned.
@@ -107,7 +107,7 @@ class Placement:
     shape: torch.Size
     dtype: torch.dtype
     own_class: type[nn.Parameter]
-    bucket: ParameterHolder
+    holder: ParameterHolder
     index: int
     ensure_unsharded: Callable[[str], None]
     set_grad: Callable[[int, Tensor], None] | None = None
@@ -116,12 +116,12 @@ class Placement:
     # Set as methods of the parameter object; see [Note: Plain copies].
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
-        plain = self.bucket.copy_plain(self.index, is_for_file=False)
+        plain = self.holder.copy_plain(self.index, is_for_file=False)
         copied: nn.Parameter = copy.deepcopy(plain)  # its class may define __deepcopy__
         return copied
 
     def reduce_ex(self, protocol: Any) -> Any:
-        plain = self.bucket.copy_plain(self.index, is_for_file=True)
+        plain = self.holder.copy_plain(self.index, is_for_file=True)
         return plain.__reduce_ex__(protocol)
 
 
@@ -144,15 +144,15 @@ class GuardedParameter(nn.Parameter):
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
         if func == _GET_DATA and isinstance(args[0], GuardedParameter):
             placement = placement_of(args[0])
-            return placement.bucket.sharded_data(placement.index)
+            return placement.holder.sharded_data(placement.index)
         if func == _SET_DATA and isinstance(args[0], GuardedParameter):
             if args[1] is args[0]:
                 return None  # `module.to(...)` where nothing changes
             placement = placement_of(args[0])
-            placement.bucket.wait_for_update()
+            placement.holder.wait_for_update()
             target: Any = args[0]
             if isinstance(target, GuardedParameter):  # it is sharded
-                return placement.bucket.assign_data(placement.index, args[1])
+                return placement.holder.assign_data(placement.index, args[1])
             target.data = args[1]
             return None
         elif func == _SET_GRAD:
@@ -339,7 +339,7 @@ def _equal(input: Tensor, other: Tensor) -> bool:
             if isinstance(parameter, GuardedParameter):
                 _ensure_unsharded(placement_of(parameter))
     except BetweenStepsError:
-        return placement.bucket.equals(one, other)
+        return placement.holder.equals(one, other)
     with torch._C.DisableTorchFunctionSubclass():
         return torch.equal(one, other)
 
@@ -360,7 +360,7 @@ def _resolve_like(given: tuple[Any, ...]) -> tuple[Any, ...]:
     if not isinstance(like, GuardedParameter):
         return given
     placement = placement_of(like)
-    return placement.bucket.device, placement.dtype, *rest
+    return placement.holder.device, placement.dtype, *rest
 
 
 def _needs_autograd(
@@ -396,7 +396,7 @@ def _call_on_shards(
         if not _guarded_in(value):
             return value
         placement = placement_of(value)
-        data = placement.bucket.sharded_data(placement.index)
+        data = placement.holder.sharded_data(placement.index)
         if not _guarded_in(value):  # its all-gather was in progress, and has ended
             return value
         if not isinstance(data, ShardedTensor):
@@ -444,10 +444,10 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.ndimension: lambda placement: len(placement.shape),
     Tensor.ndim.__get__: lambda placement: len(placement.shape),  # type: ignore[attr-defined]
     Tensor.__len__: lambda placement: placement.shape[0],
-    Tensor.device.__get__: lambda placement: placement.bucket.device,
-    Tensor.is_cpu.__get__: lambda placement: placement.bucket.device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda placement: placement.bucket.device.type == "cuda",  # type: ignore[attr-defined]
-    Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
+    Tensor.device.__get__: lambda placement: placement.holder.device,
+    Tensor.is_cpu.__get__: lambda placement: placement.holder.device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda placement: placement.holder.device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda placement: _index_of(placement.holder.device),
 }
 
 # Functions that use only the shape of their second argument.
