@@ -1,17 +1,17 @@
 """A bucket at run time: its parameters, their states, and what `parameter.data` points at.
 
-[Note: Tensors of a bucket] Each bucket has the following tensors. A *slot* is one parameter of the
-bucket, in layout order; *own elements* are those that this rank steps.
+[Note: Tensors of a bucket] A *slot* is one parameter of the bucket, in layout order; *own elements*
+are those that this rank steps: all if optimizer states are replicated (stage 0), all or none of a
+slot if the layout has tensor owners.
 
 - Original parameter: the `nn.Parameter` of the module. The object stays; its class and `.data`
   change (tensors/guarded.py).
 - Unsharded parameters (`Bucket.unsharded_params`): flat buffer in the parameter dtype with an n-D
-  view for each slot; the output of the all-gather. Forward and backward compute with the views.
-  If parameters are sharded (stage 3), it holds memory only while they are unsharded.
+  view for each slot, with which forward and backward compute; the output of the all-gather. If
+  parameters are sharded (stage 3), it holds memory only while they are unsharded.
 - Parameter shard (`Shards.param_shard`): own elements, 1-D, parameter dtype. A slice of the
-  unsharded parameters, or the all-gather input.
-- All-gather input (`Shards.all_gather_input`): the parameter shard as a tensor of its own, on its
-  tier. Only if parameters are sharded.
+  unsharded parameters or, if parameters are sharded, the all-gather input
+  (`Shards.all_gather_input`), which is a tensor of its own, on its tier.
 - Master, or main parameter (`Shards.master`): own elements, 1-D, master dtype; the optimizer steps
   it. It is float32 if parameters are narrower, else the parameter shard itself.
 - Sharded parameter view (`Shards.sharded_views`): what `.data` points at while the parameter is
@@ -22,9 +22,6 @@ bucket, in layout order; *own elements* are those that this rank steps.
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype; in files on NVMe (`Shards.state_stores`),
   otherwise in the optimizer.
-
-If optimizer states are replicated (stage 0), the own elements are all elements. If the layout has
-tensor owners, the own elements of a slot are all or none of it.
 
 [Note: Phases of a bucket]
 
@@ -42,8 +39,7 @@ parameters are stepped instead (optim/chunks.py). `begin_step` marks the paramet
 `end_step` issues the all-gather of their new values. A worker thread may step between the two;
 every use of the bucket waits for it.
 
-The buckets of an average (engine/shadow.py) are buckets, too: `gathered`, `torch.equal` and
-checkpoints treat both in the same way.
+The buckets of an average (engine/shadow.py) are used by `gathered` and checkpoints like others.
 """
 
 from __future__ import annotations
@@ -52,7 +48,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,15 +56,16 @@ from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.held_views import HeldViews
+from lightning_zero.core.joint_step import JointStep
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
+from lightning_zero.core.transforms import active_transforms, check_outside_transform
 from lightning_zero.core.user_writes import UserWrites
 from lightning_zero.core.wrapping import full_precision_copy, unwrap_parameters, wrap_parameters
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.guarded import guard, set_plain_data, unguard
-from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.guarded import guard, set_plain_data
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
@@ -87,17 +83,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Shared:
-    """Objects that the buckets of one engine share.
-
-    Attributes:
-        comm: Communicator of the ranks.
-        queue: Queue of gradient transfers to CPU memory and files.
-        worker: Thread that may step buckets.
-    """
+    """Objects that the buckets of one engine share."""
 
     comm: Communicator
-    queue: GradQueue
-    worker: StepWorker
+    queue: GradQueue  # of gradient transfers to CPU memory and files
+    worker: StepWorker  # the thread that may step buckets
 
 
 class Bucket:
@@ -110,24 +100,24 @@ class Bucket:
         parameters: The module's own parameter objects, by slot.
         comm: Communicator of the ranks that share the bucket.
         device: Device on which the bucket is unsharded.
-        shard_specs: Elements of each slot that each rank steps, by slot.
+        shard_specs: Elements of each slot that each rank steps, by slot; `owned(index)` are this
+            rank's.
         shards_params: Whether parameters are sharded when idle.
         phase: Tensors that the parameters point at.
         is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
         unsharded_params: Flat buffer; holds memory while the parameters are unsharded.
         shards: Stores of this rank's shards.
-        grads: Gradients of the parameters.
+        grads: Gradients of the parameters; `offloaded_grad` is the store of the main gradient, if
+            it is not on the device.
         masters: Access to the elements in full precision.
         held_views: Views of the unsharded parameters that others hold; `num_holders` and `aliases`
             are methods of it.
         writes: Writes by the user.
-        offloaded_grad: Store of the main gradient, if it is not on the device.
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
         has_views_installed: Whether the user may write to the views of `install_views`.
         is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
-        owned: Function that returns a slot's elements that this rank steps; see `Shards.owned`.
         wait_for_step: Waits until a worker has stepped this bucket; raises if that step failed.
     """
 
@@ -171,22 +161,16 @@ class Bucket:
         self.wait_for_step = self._overlapped.wait
         self.has_views_installed = False
         self._is_aliased = False  # users hold views of the unsharded buffer, which is stepped
-        self._stepped: Tensor | None = None  # 1-D, own elements, master dtype; in STEP
-        # `.grad` of all parameters, in a step without gradients.
-        self._saved_grads: list[Tensor | None] | None = None
         self._make_parts(shared, grad_dtype, filled)
         self._wrap(filled)
 
-    def _make_parts(
-        self, shared: Shared, grad_dtype: torch.dtype, filled: FlatBuffer | None
-    ) -> None:
-        """Makes the unsharded buffer, the gradients, and the access to shards and values."""
+    def _make_parts(self, shared: Shared, dtype: torch.dtype, filled: FlatBuffer | None) -> None:
+        """Makes the buffer, shards and gradients (of `dtype`), and the access to values."""
         plan, storage = self.plan, shared.queue.storage
-        self.unsharded_params = buffer = (
-            filled
-            if filled is not None and filled.tensor.dtype == plan.dtype
-            else FlatBuffer(plan.layout, plan.dtype, self.device)
-        )
+        buffer = filled
+        if buffer is None or buffer.tensor.dtype != plan.dtype:
+            buffer = FlatBuffer(plan.layout, plan.dtype, self.device)
+        self.unsharded_params = buffer
         self.shards = shards = Shards(plan, buffer, storage, self.comm)
         self.replicates_optim, self.owned = shards.replicates_optim, shards.owned
         self.shard_specs = [ShardSpec(slot, plan.layout, self.comm) for slot in plan.layout.slots]
@@ -194,16 +178,13 @@ class Bucket:
         if storage.is_offloaded(plan.tiers.grad):
             numel = len(plan.layout.shard(self.comm.mesh.shard_rank))
             self.offloaded_grad = OffloadedGrad(
-                shared.queue, plan.name, numel, grad_dtype, plan.tiers.grad
+                shared.queue, plan.name, numel, dtype, plan.tiers.grad
             )
+        offloaded, overlapped = self.offloaded_grad, self._overlapped
         self.grads = Gradients(
-            self.parameters,
-            shards,
-            self.shard_specs,
-            grad_dtype,
-            self.offloaded_grad,
-            self._overlapped,
+            self.parameters, shards, self.shard_specs, dtype, offloaded, overlapped
         )
+        self._joint = JointStep(self.parameters, shards, self.grads)
         self.held_views = HeldViews(buffer, shards, plan.layout.slots)
         self.num_holders, self.aliases = self.held_views.num_holders, self.held_views.aliases
         self.writes = UserWrites(
@@ -277,12 +258,7 @@ class Bucket:
 
     def check_outside_transform(self) -> None:
         """Raises inside a transform of torch.func that differentiates."""
-        if _differentiates():
-            raise RuntimeError(
-                "a transform of torch.func (grad, vjp, jvp, jacrev or similar) uses parameter "
-                f"{self.plan.layout.slots[0].name}, or one of the same bucket, which is sharded; "
-                "run the transform inside `with lightning_zero.gathered(module):`."
-            )
+        check_outside_transform(self.plan.layout.slots[0].name)
 
     def all_gather_params(self) -> Pending:
         """Issues the all-gather of this rank's shard, from where it is stored."""
@@ -325,7 +301,7 @@ class Bucket:
         """
         if not self.shards_params or self.phase is Phase.SHARDED or self._num_pins:
             return
-        if _active_transforms() is not None:
+        if active_transforms() is not None:
             return
         self.wait_for_unshard()
         self.sync_writes()
@@ -391,47 +367,19 @@ class Bucket:
         self._is_aliased = all_gathers and self.num_holders(num_params=num_params) > 0
 
     def enter_step(self, *, has_grads: bool = True) -> None:
-        """Points parameters at their masters, and `.grad` at the main gradients.
+        """Points parameters at their masters, and `.grad` at the main gradients, see `JointStep`.
 
-        For optimizers that step all slices in one call. A master that is in a file is read into
-        memory until `leave_step`. Without `has_grads`, `.grad` is None until then.
+        Without `has_grads`, `.grad` is None until `leave_step`.
         """
         self._before_step()
-        grads: list[Tensor | None] = [None] * len(self.parameters)
-        self._saved_grads = None if has_grads else self.grads.param_grads.read()
-        if has_grads:
-            grads = self.grads.fetch_all(self.plan.master_dtype)
-        self.shards.begin_step()
-        master = self.shards.ensure_master()
-        self._stepped = master.fetch(0, master.numel)
-        parts = self.shards.split_by_slot(self._stepped)
-        for index, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
-            unguard(parameter)
-            parameter.grad = None
-            parameter.data = part.view(self.shards.step_shapes[index])
+        self._joint.begin(has_grads=has_grads)
         self._set_phase(Phase.STEP)
-        for index, (parameter, grad) in enumerate(zip(self.parameters, grads, strict=True)):
-            if grad is not None and self.shards.is_stepped[index]:
-                grad = grad.read() if isinstance(grad, LazyTensor) else grad
-                parameter.grad = grad.to(self._stepped.device).view(parameter.data.shape)
 
     def leave_step(self, *, is_changed: bool) -> None:
         """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective."""
-        for parameter in self.parameters:
-            parameter.grad = None
-        if is_changed and self._stepped is not None:
-            parts = self.shards.split_by_slot(self._stepped)
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                if parameter.data_ptr() != part.data_ptr():  # `p.data = p.data - update`
-                    part.copy_(parameter.data.reshape(-1))
-            self.shards.store_master(self._stepped)
-        self._stepped = None
+        self._joint.store(is_changed=is_changed)
         self.enter_idle_phase()
-        hidden, self._saved_grads = self._saved_grads, None
-        if hidden is None:
-            self.grads.set_param_grads()
-        else:
-            self.grads.param_grads.restore(hidden)
+        self._joint.restore_grads()
         if is_changed and self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
             self.end_step()
@@ -549,12 +497,3 @@ class Bucket:
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
-
-
-# Active transforms of torch.func, the innermost last; None if there are none.
-_active_transforms: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
-
-
-def _differentiates() -> bool:
-    kinds = torch._C._functorch.TransformType
-    return any(one.key() in (kinds.Grad, kinds.Jvp) for one in _active_transforms() or ())

@@ -91,19 +91,17 @@ class Gradients:
             offloaded: Store of the mean; None if it is on the device.
             overlapped: Step of a worker with these gradients.
         """
-        self._plan = plan = shards.plan
-        self._parameters = list(parameters)
-        self.param_grads = ParamGrads(self._parameters, plan.layout.slots)
+        self._plan, self._shards, self._parameters = shards.plan, shards, list(parameters)
+        self.param_grads = ParamGrads(self._parameters, self._plan.layout.slots)
         self._comm = comm = shards.comm
         self.dtype = dtype
         self._offloaded = offloaded
         self._shard_specs = list(shard_specs)
         self._overlapped = overlapped
-        self._is_sharded = plan.stage.has_shard(State.GRAD)
-        self._replicates_mean = not plan.stage.has_shard(State.OPTIM)
+        self._is_sharded = self._plan.stage.has_shard(State.GRAD)
+        self._replicates_mean = shards.replicates_optim
         self._rank = comm.mesh.shard_rank
-        self._own_ranges = plan.layout.parts(self._rank)  # by slot, within this rank's shard
-        self._numel = len(plan.layout.shard(self._rank))
+        self._numel = len(self._plan.layout.shard(self._rank))
         self.unsharded_grads: FlatBuffer | None = None
         self.main_grad: Tensor | None = None
         self.slices: list[Tensor] = []
@@ -341,10 +339,8 @@ class Gradients:
 
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not during a step."""
-        is_freeable = (
-            self._offloaded is None and not self._replicates_mean and not self._is_in_place
-        )
-        if self.main_grad is None or not is_freeable or self._average is not None:
+        is_kept = self._offloaded is not None or self._replicates_mean or self._is_in_place
+        if self.main_grad is None or is_kept or self._average is not None:
             return
         if [grad for grad in self.param_grads.read() if grad is not None]:
             return
@@ -406,7 +402,7 @@ class Gradients:
         else:
             ranges = [range(self._numel)]
             if indices is not None:
-                ranges = [self._own_ranges[index] for index in indices]
+                ranges = [self._shards.own_ranges[index] for index in indices]
             for own in ranges:
                 self._offloaded.apply_(change, own.start, own.stop)
 
@@ -512,7 +508,9 @@ class Gradients:
         if self._offloaded is None:
             self.slices = self._split_by_slot(mean)
         else:
-            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._own_ranges]
+            self.slices = [
+                self._offloaded.view(part.start, part.stop) for part in self._shards.own_ranges
+            ]
         if self._replicates_mean:
             self._views = [part.detach() for part in self.slices]
         else:
@@ -529,10 +527,10 @@ class Gradients:
 
     def _split_by_slot(self, mean: Tensor) -> list[Tensor]:
         """Splits a mean into its slices, by slot."""
+        parts, slots = self._shards.split_by_slot(mean), self._plan.layout.slots
         if not self._replicates_mean:
-            return [mean[part.start : part.stop] for part in self._own_ranges]
-        slots = self._plan.layout.slots
-        return [mean[slot.start : slot.stop].view(slot.shape) for slot in slots]
+            return parts
+        return [part.view(slot.shape) for part, slot in zip(parts, slots, strict=True)]
 
     def _is_own_view(self, index: int, grad: Tensor) -> bool:
         if not self._views or grad is not self._views[index]:
