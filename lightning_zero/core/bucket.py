@@ -357,7 +357,8 @@ class Bucket:
             self.enter_idle_phase()
         elif self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
-        self._overlapped.begin(stepping)
+        if stepping is not None:
+            self._overlapped.begin(stepping)
 
     def _before_step(self) -> None:
         """Syncs writes, and records whether users hold views that the all-gather will change."""

@@ -527,10 +527,11 @@ class Gradients:
 
     def _split_by_slot(self, mean: Tensor) -> list[Tensor]:
         """Splits a mean into its slices, by slot."""
-        parts, slots = self._shards.split_by_slot(mean), self._plan.layout.slots
+        ranges, shapes = self._shards.own_ranges, self._shards.step_shapes
         if not self._replicates_mean:
-            return parts
-        return [part.view(slot.shape) for part, slot in zip(parts, slots, strict=True)]
+            return [mean[own.start : own.stop] for own in ranges]
+        parts = zip(ranges, shapes, strict=True)
+        return [mean[own.start : own.stop].view(shape) for own, shape in parts]
 
     def _is_own_view(self, index: int, grad: Tensor) -> bool:
         if not self._views or grad is not self._views[index]:

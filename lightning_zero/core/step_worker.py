@@ -142,10 +142,10 @@ class OverlappedStep:
         self._recorder = recorder
         self._wait: Callable[[], BaseException | None] | None = None
 
-    def begin(self, wait: Callable[[], BaseException | None] | None) -> None:
-        """Begins a step: `wait` waits for the worker's end, see `StepLoop.add`; None: no worker."""
+    def begin(self, wait: Callable[[], BaseException | None]) -> None:
+        """Begins a step: `wait` waits until the worker has ended it, see `StepLoop.add`."""
         self._wait = wait
-        self.is_running = wait is not None
+        self.is_running = True
 
     def wait(self) -> None:
         """Waits until a worker has stepped the bucket; raises if that step failed."""
@@ -153,6 +153,6 @@ class OverlappedStep:
             return
         with self._recorder.span(Kind.STEP, self._name, is_wait=True):
             error = self._wait()  # after an interrupt, the next call waits for the step
-            self.begin(None)
+            self._wait, self.is_running = None, False
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self._name} failed: {error}") from error

@@ -109,7 +109,8 @@ class Unit:
     def end_graphs(self, *, is_retained: bool = False) -> None:
         """Backward has traversed the graphs, and needs the parameters again only if retained."""
         for bucket in self.buckets:
-            bucket.end_graphs(is_retained=is_retained)
+            if bucket.is_saved_for_backward is not is_retained:
+                bucket.end_graphs(is_retained=is_retained)
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
