@@ -192,8 +192,6 @@ class Bucket:
         )
         self.masters = Masters(self)
 
-    # ---------------------------------------------------------------- wrap and unwrap
-
     def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values; points the parameters at the unsharded buffer. Collective."""
         shards, unsharded = self.shards, self.unsharded_params
@@ -207,21 +205,6 @@ class Bucket:
         wrap_parameters(self.plan, self.parameters, unsharded.views)
         self.reshard()
         shards.mark_written()
-
-    def unwrap(self, device: torch.device | None) -> None:
-        """Makes every parameter a full tensor of its own, in its original dtype. Collective.
-
-        On `device`; None: without values, see tensors/meta.py.
-        """
-        self.wait_for_unshard()
-        self.grads.drop()
-        views = self.masters.full_tensors() if device is not None else []
-        unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
-        self.writes.detach_all()
-        self.shards.drop()
-        if self.num_holders(num_params=0):
-            self.unsharded_params.replace_memory(copies=False)
-        self.unsharded_params.free()
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -239,6 +222,10 @@ class Bucket:
             return True
         return reader.begin()
 
+    def check_outside_transform(self) -> None:
+        """Raises inside a transform of torch.func that differentiates."""
+        check_outside_transform(self.plan.layout.slots[0].name)
+
     def unshard(self) -> None:
         """Issues the all-gather of the parameters. Collective, also if they are unsharded already.
 
@@ -255,10 +242,6 @@ class Bucket:
         self.unsharded_params.allocate()
         self._pending = self.all_gather_params()
         self.mark_in_flight()
-
-    def check_outside_transform(self) -> None:
-        """Raises inside a transform of torch.func that differentiates."""
-        check_outside_transform(self.plan.layout.slots[0].name)
 
     def all_gather_params(self) -> Pending:
         """Issues the all-gather of this rank's shard, from where it is stored."""
@@ -289,6 +272,10 @@ class Bucket:
         if self.shards_params:
             self.writes.watch()
 
+    def note_graph(self) -> None:
+        """A graph may hold views of the unsharded parameters, until `end_graphs`."""
+        self.is_saved_for_backward = True
+
     def reshard(self, *, num_holders_before: int | None = None) -> None:
         """Frees the unsharded parameters, if parameters are sharded when idle. Local.
 
@@ -306,20 +293,6 @@ class Bucket:
         self.wait_for_unshard()
         self.sync_writes()
         self.enter_idle_phase(num_holders_before=num_holders_before)
-
-    def note_graph(self) -> None:
-        """A graph may hold views of the unsharded parameters, until `end_graphs`."""
-        self.is_saved_for_backward = True
-
-    def end_graphs(self, *, is_retained: bool) -> None:
-        """Backward has traversed the graphs, and needs the parameters again only if retained."""
-        self.is_saved_for_backward = is_retained
-
-    def discard_unsharded(self) -> None:
-        """As `reshard`, without syncing writes."""
-        if self.shards_params and self.is_unsharded and not self._num_pins:
-            self.wait_for_unshard()
-            self.enter_idle_phase()
 
     def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
         """Points the parameters at their sharded views, or, if replicated, at the unsharded buffer.
@@ -342,6 +315,16 @@ class Bucket:
         )
         if is_shard:
             guard(self.parameters)
+
+    def discard_unsharded(self) -> None:
+        """As `reshard`, without syncing writes."""
+        if self.shards_params and self.is_unsharded and not self._num_pins:
+            self.wait_for_unshard()
+            self.enter_idle_phase()
+
+    def end_graphs(self, *, is_retained: bool) -> None:
+        """Backward has traversed the graphs, and needs the parameters again only if retained."""
+        self.is_saved_for_backward = is_retained
 
     # ---------------------------------------------------------------- the step
 
@@ -415,7 +398,7 @@ class Bucket:
         if not self._overlapped.is_running:
             self.grads.free_zeroed()
 
-    # ---------------------------------------------------------------- use by the user
+    # ---------------------------------------------------------------- use between steps
 
     def pin(self) -> None:
         """Keeps the bucket unsharded until `unpin`."""
@@ -437,12 +420,12 @@ class Bucket:
         self.has_views_installed = False
         self.restore_data_pointers()
 
+    # ---------------------------------------------------------------- writes by the user
+
     def before_data_read(self, index: int) -> None:
         """Called before the `.data` of slot `index` is returned while it is plain."""
         if self.phase is Phase.UNSHARDED and not self.has_views_installed:
             self.writes.before_data_read(index)
-
-    # ---------------------------------------------------------------- writes by the user
 
     def sync_writes(self) -> None:
         """Syncs the user's writes to unsharded parameters, and replaced `.data`, into the masters.
@@ -463,7 +446,7 @@ class Bucket:
             return
         self.writes.sync(shards_params=self.shards_params)
 
-    # ---------------------------------------------------------------- failures
+    # ---------------------------------------------------------------- failures and the end
 
     def undo_step(self) -> None:
         """Returns to the idle phase after an optimizer failed in its step."""
@@ -498,3 +481,18 @@ class Bucket:
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
+
+    def unwrap(self, device: torch.device | None) -> None:
+        """Makes every parameter a full tensor of its own, in its original dtype. Collective.
+
+        On `device`; None: without values, see tensors/meta.py.
+        """
+        self.wait_for_unshard()
+        self.grads.drop()
+        views = self.masters.full_tensors() if device is not None else []
+        unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
+        self.writes.detach_all()
+        self.shards.drop()
+        if self.num_holders(num_params=0):
+            self.unsharded_params.replace_memory(copies=False)
+        self.unsharded_params.free()
