@@ -188,6 +188,15 @@ class Schedule:
             return TrainingState.BACKWARD
         return TrainingState.FORWARD if self._depth or self._awaits_backward else TrainingState.IDLE
 
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Context of micro-batches that end no step."""
+        was_accumulating, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = was_accumulating
+
     @property
     def is_in_step(self) -> bool:
         """Whether code of a step runs: the module's forward, or a backward."""

@@ -143,13 +143,10 @@ class Engine:
         self.storage = _open_storage(config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
-        self._syncs = True
         self._is_closed = False
         self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
-            unsharded: set[Unit] = set()
-            units = [Unit(plan, i, unsharded) for i, plan in enumerate(self.plan.units)]
-            self.buckets = self._wrap_parameters(units)
+            units, self.buckets = self._wrap_parameters()
             self.schedule = Schedule(module, units, self.buckets, comm, config)
             self.lockstep = Lockstep(self.schedule, comm)
             for bucket in self.buckets:
@@ -174,11 +171,10 @@ class Engine:
             self.storage.close()
             raise
 
-    def _wrap_parameters(self, units: Sequence[Unit]) -> list[Bucket]:
-        """Wraps the parameters in the buckets of `units`, with their values. Collective.
-
-        Returns the buckets in layout order.
-        """
+    def _wrap_parameters(self) -> tuple[list[Unit], list[Bucket]]:
+        """Wraps the parameters, with their values; units and buckets in layout order. Collective."""
+        unsharded: set[Unit] = set()
+        units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
         plans = self.plan.buckets
         unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
         shared = Shared(self.comm, GradQueue(self.storage), self.worker)
@@ -190,7 +186,7 @@ class Engine:
         buckets = [built[index] for index in range(len(plans))]
         for unit, bucket in zip(unit_of, buckets, strict=True):
             unit.add(bucket)
-        return buckets
+        return units, buckets
 
     def _bucket(
         self, plan: BucketPlan, unit: Unit, shared: Shared, filled: FlatBuffer | None
@@ -233,9 +229,10 @@ class Engine:
         Args:
             retain_graph: Whether another backward through the same graph follows.
         """
-        if self._syncs:
+        reduces = not self.schedule.is_accumulating
+        if reduces:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=self._syncs, retain_graph=retain_graph)
+        return self.schedule.backward_context(reduces=reduces, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -255,13 +252,8 @@ class Engine:
         reduce every micro-batch: to the mean over the shard group if `sharding_group_size` is set,
         else over all ranks.
         """
-        syncs, self._syncs = self._syncs, False
-        self.schedule.is_accumulating = True
-        try:
+        with self.schedule.accumulating():
             yield
-        finally:
-            self._syncs = syncs
-            self.schedule.is_accumulating = not syncs
 
     def finish_reductions(self) -> None:
         """Reduces the gradients that micro-batches under `no_sync` left local. Collective.

@@ -58,7 +58,7 @@ class Shadow:
             parameter.grad = None  # a full gradient of an earlier fit, perhaps
         with torch.no_grad():
             self.buckets = [self._copy_of(b, named, device, queue) for b in engine.buckets]
-        engine.average_buckets += self.buckets
+        engine.average_buckets.extend(self.buckets)
 
     def _copy_of(
         self,
