@@ -172,7 +172,7 @@ class Engine:
             raise
 
     def _wrap_parameters(self) -> tuple[list[Unit], list[Bucket]]:
-        """Wraps the parameters, with their values; units and buckets in layout order. Collective."""
+        """Wraps the parameters, with their values, in layout order. Collective."""
         unsharded: set[Unit] = set()
         units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
         plans = self.plan.buckets
