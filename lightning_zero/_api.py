@@ -4,8 +4,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
-from lightning_zero.core.access import full_grad, gathered
-from lightning_zero.core.lockstep import before_collective, uneven_calls
+from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport

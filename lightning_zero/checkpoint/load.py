@@ -33,7 +33,8 @@ from lightning_zero.checkpoint.source import (
     raise_damage_on_any_rank,
 )
 from lightning_zero.core.access import gathered
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import saved_name, with_compiled_names
 from lightning_zero.optim.state import load_optimizer_state_dict

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import make_plain
 from lightning_zero.engine.engine import Engine
 from lightning_zero.tensors.sharded import ShardedTensor
 
@@ -103,7 +104,7 @@ def _unshard(
             if number >= len(engine.buckets) or not _has_values(saved, bucket, index):
                 saved = views[index].to("cpu", dtype, copy=True)
             assert isinstance(saved, Tensor)
-            plain[id(parameter)] = bucket.make_plain(index, saved)
+            plain[id(parameter)] = make_plain(parameter, saved)
     return plain
 
 

@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.optim.state import TensorSpec, gather_owned_state_specs, is_elementwise

@@ -8,13 +8,21 @@ Imports record, layout, tensors, health, comm and tiers.
     unit          `Unit`: buckets that are unsharded together; `Unsharder`
     reducer       `Reducer`: which buckets a backward reduces, and the means at its end
     hooks         hooks of modules and autograd, which call the schedule
-    bucket        `Bucket`: parameters that are communicated together; `Masters`
+    bucket        `Bucket`: parameters that are communicated together, and what happens when
+    wrapping      parameters when a bucket takes them over, and when it gives them back
     shards        stores of a bucket's shards on this rank
+    masters       a bucket's elements in full precision: loaded, stored, gathered
+    held_views    views of unsharded parameters that users and graphs hold
+    user_writes   values that users write to parameters, or set as `.data`
+    joint_step    a step of all slots of a bucket at once
     gradients     gradients of a bucket, from autograd's tensors to the main gradient
+    param_grads   `.grad` of a bucket's parameters
+    transforms    transforms of torch.func, in which parameters stay as they are
+    bucket_access what a parameter calls when code outside of the engine uses it
     norm          norms of sharded gradients, and clipping
-    access        `gathered` and `full_grad`: full tensors for the user
+    access        `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
     writes        detection of writes to parameters
-    lockstep      `uneven_calls`: a number of forwards that differs between ranks
+    lockstep      a number of forwards that differs between ranks
     recompute     activation checkpointing
     mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
     step_worker   the thread that steps while the next forward runs
@@ -27,11 +35,10 @@ The collective order alone decides when an all-gather is issued. A hook reports 
 `Schedule.issue_unshard` in its turn: that of the recorded schedule, or, while there is none, after
 a control-plane round of all ranks.
 
-A gradient
-arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its bucket is
-complete. Then `reducer` marks the bucket as ready in the collective order
+A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its
+bucket is complete. Then `reducer` marks the bucket as ready in the collective order
 (`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so
 `Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
-`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset` for what a
-rank does after an exception, and the end of comm's text for what happens on the other ranks.
+`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset` for what a rank
+does after an exception, and the end of comm's text for what happens on the other ranks.
 """

@@ -1,20 +1,23 @@
-"""Access to full parameters and gradients from outside the training step."""
+"""Calls of the user that concern all ranks: full parameters and gradients, uneven forwards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch
 from torch import Tensor, nn
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import BucketAccess, access_of, bucket_of, lockstep_of
+from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.writes import WriteDetector, is_same_memory, require_full_shape
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.partial import partial_of
 
-__all__ = ["full_grad", "gathered"]
+__all__ = ["before_collective", "full_grad", "gathered", "uneven_calls"]
 
 
 @contextmanager
@@ -45,15 +48,15 @@ def gathered(
             changes are dropped, on every rank. Or data of another shape was assigned to a
             parameter; a RuntimeError on other ranks.
     """
-    buckets = _buckets_of(module_or_parameters)
-    if buckets:
-        buckets[0].lockstep.barrier("lightning_zero.gathered(...)")
+    accesses = _accesses_to(module_or_parameters)
+    if accesses:
+        accesses[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
-            stack.enter_context(_writable(buckets, from_rank))
+            stack.enter_context(_writable([one.bucket for one in accesses], from_rank))
         else:
-            for bucket in buckets:
-                stack.enter_context(_readable(bucket))
+            for access in accesses:
+                stack.enter_context(access.reading())
         yield
 
 
@@ -68,7 +71,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
         return None if parameter.grad is None else parameter.grad.clone()
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
-    bucket.lockstep.barrier(f"lightning_zero.full_grad() of {placement.name}")
+    lockstep_of(parameter).barrier(f"lightning_zero.full_grad() of {placement.name}")
     own = bucket.grads.fetch(placement.index)
     if own is None or bucket.replicates_optim:
         return own if own is None else own.clone()
@@ -77,10 +80,60 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     return spec.all_gather(own, bucket.plan.name).view(placement.shape)
 
 
-def _buckets_of(
+@contextmanager
+def uneven_calls(module: nn.Module) -> Iterator[None]:
+    """Context in which ranks may call `module` or its parts a different number of times, or never.
+
+    It is for generation, sampling and the like: no gradients are recorded. A rank that leaves early
+    serves the others until all have left. An exception on one rank ends the context on every rank.
+    Collective: every rank enters and leaves it, equally often.
+
+    Args:
+        module: The trained module or a part of it. Without an engine the context has no effect.
+
+    Raises:
+        RuntimeError: The context is entered during a backward.
+        PeerFailedError: Another rank failed inside; the text has its error.
+    """
+    found: dict[Lockstep, None] = {}
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            found[lockstep_of(parameter)] = None
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for one in found:
+            stack.enter_context(one.uneven_step())
+        yield
+
+
+def before_collective(module: nn.Module) -> None:
+    """Synchronizes all ranks before a collective of your own, in which all take part.
+
+    If ranks use different parts of `module` before a collective in the same forward or backward,
+    such as experts that depend on data, stage 3 must first complete their all-gathers. In a
+    forward, collectives of `torch.distributed` on tensors over the default group are detected
+    without this call, unless parts of the module are compiled. A barrier, another group, or a
+    collective in backward needs it. Collective: every rank.
+
+    Args:
+        module: The trained module or a part of it. Without an engine the call has no effect.
+
+    Raises:
+        RuntimeError: Another rank has reached a different call.
+    """
+    for parameter in module.parameters():
+        if has_placement(parameter):
+            lockstep_of(parameter).barrier("before_collective()")
+            return
+
+
+def _accesses_to(
     module_or_parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter],
-) -> list[Bucket]:
-    """Buckets of the parameters, in the order of their first parameters: the same on every rank."""
+) -> list[BucketAccess]:
+    """Access to the buckets of the parameters, in one order on every rank.
+
+    That is the order of their first parameters.
+    """
     parameters: Iterable[nn.Parameter]
     if isinstance(module_or_parameters, nn.Module):
         parameters = module_or_parameters.parameters()
@@ -88,7 +141,7 @@ def _buckets_of(
         parameters = [module_or_parameters]
     else:
         parameters = module_or_parameters
-    found: dict[Bucket, None] = {}
+    found: dict[BucketAccess, None] = {}
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(
@@ -99,49 +152,8 @@ def _buckets_of(
         if partial is not None:
             partial.sharded_data(0)  # unsharded until it is sharded again
         elif has_placement(parameter):
-            found[bucket_of(placement_of(parameter))] = None
+            found[access_of(placement_of(parameter))] = None
     return list(found)
-
-
-@contextmanager
-def _readable(bucket: Bucket) -> Iterator[None]:
-    if bucket.masters.has_views_installed:
-        yield  # an outer context has installed views, for writing
-        return
-    bucket.wait_for_all_steps()
-    was_unsharded = bucket.is_unsharded
-    if bucket.shards_params:
-        bucket.unshard()
-    bucket.wait_for_unshard()
-    num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
-    bucket.num_pins += 1
-    detector, num_writes = WriteDetector(lambda: bucket.parameters), bucket.shards.num_writes
-    detector.watch_values()
-    is_kept = False
-    try:
-        yield
-        bucket.wait_for_all_steps()
-        if bucket.shards.num_writes == num_writes:  # else the engine has written to them
-            _check_unchanged(bucket, detector)
-        is_kept = True
-    finally:
-        bucket.num_pins -= 1
-        if not is_kept:
-            bucket.discard_unsharded()
-        elif not was_unsharded:
-            bucket.reshard(num_holders_before=num_holders_before)
-
-
-def _check_unchanged(bucket: Bucket, detector: WriteDetector) -> None:
-    """Raises if a parameter was written to inside `gathered` without `writeback`."""
-    for index in detector.written():
-        outcome = "is dropped" if bucket.shards_params else "stays on this rank"
-        raise RuntimeError(
-            f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
-            "lightning_zero.gathered(...), which is for reading; use gathered(..., "
-            "writeback=True), which keeps the changes of one rank. The change "
-            f"{outcome}."
-        )
 
 
 # Digests of changed parameters, by bucket and name: averages have the names of their model, too.
@@ -157,13 +169,13 @@ class _WritableBucket:
         self._detector = WriteDetector(lambda: self._full.views)
         self._detector.watch_values()
         self._data: list[Tensor] = []  # of the parameters at the end
-        bucket.masters.install_views(self._full.views)
+        bucket.install_views(self._full.views)
 
     def uninstall_views(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
         # Copies: assigned data may be the memory of another of these parameters.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
-        self._bucket.masters.uninstall_views()
+        self._bucket.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
         """Digests of the parameters that this rank has changed, by name."""

@@ -28,19 +28,20 @@ read from its file when it is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.communicator import Pending
+from lightning_zero.core.param_grads import GradShard, ParamGrads
+from lightning_zero.core.shards import Shards
+from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
-from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import data_of
-from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.lazy import read_flat
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -68,41 +69,39 @@ class Gradients:
         is_local: Whether `unsharded_grads` holds a gradient of the parameter, by slot.
         is_reduced: Whether `main_grad` holds the mean gradient of the parameter, by slot.
         is_touched: Whether this rank has contributed a gradient since the last reduction, by slot.
-        wait_for_step: Function that waits until a worker has stepped with these gradients.
+        param_grads: `.grad` of the parameters, as torch has it.
     """
 
     def __init__(
         self,
-        plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
-        comm: Communicator,
+        shards: Shards,
+        shard_specs: Sequence[ShardSpec],
         dtype: torch.dtype,
         offloaded: OffloadedGrad | None,
-        shard_specs: Sequence[ShardSpec],
-        wait_for_step: Callable[[], None],
+        overlapped: OverlappedStep,
     ) -> None:
         """Creates the gradients of a bucket; allocates no memory.
 
         Args:
-            plan: Layout, stage, dtypes and tiers of the bucket.
             parameters: The parameters, by slot.
-            comm: Communicator of the ranks that share the bucket.
+            shards: Shards of the bucket, with its plan.
+            shard_specs: Elements of each slot that each rank steps, by slot.
             dtype: Dtype of the mean.
             offloaded: Store of the mean; None if it is on the device.
-            shard_specs: Elements of each slot that each rank steps, by slot.
-            wait_for_step: Function that waits until a worker has stepped with these gradients.
+            overlapped: Step of a worker with these gradients.
         """
-        self._plan = plan
-        self._parameters = list(parameters)
-        self._comm = comm
+        self._plan, self._parameters = shards.plan, list(parameters)
+        self.param_grads = ParamGrads(self._parameters, self._plan.layout.slots)
+        self._comm = comm = shards.comm
         self.dtype = dtype
         self._offloaded = offloaded
         self._shard_specs = list(shard_specs)
-        self.wait_for_step = wait_for_step
-        self._is_sharded = plan.stage.has_shard(State.GRAD)
-        self._replicates_mean = not plan.stage.has_shard(State.OPTIM)
+        self._overlapped = overlapped
+        self._is_sharded = self._plan.stage.has_shard(State.GRAD)
+        self._replicates_mean = shards.replicates_optim
         self._rank = comm.mesh.shard_rank
-        self._own = plan.layout.of_rank(self._rank, is_replicated=self._replicates_mean)
+        self._own = shards.layout
         self.unsharded_grads: FlatBuffer | None = None
         self.main_grad: Tensor | None = None
         self.slices: list[Tensor] = []
@@ -113,8 +112,7 @@ class Gradients:
         self.is_reduced = [False] * len(self._parameters)
         self.is_touched = [False] * len(self._parameters)
         self._views: list[Tensor] = []  # by slot: `.grad` of the parameter
-        self._grad_shards: WeakSet[_GradShard] = WeakSet()  # those of an offloaded mean
-        self._placeholders: dict[int, Tensor] = {}  # by slot: same shape, no memory
+        self._grad_shards: WeakSet[GradShard] = WeakSet()  # those of an offloaded mean
         self._expected: set[int] = set()  # slots whose gradient has not arrived in this backward
         self._holds_mean = False  # further means are added to `main_grad`
         self._carried_mean: Tensor | None = None  # while `unsharded_grads` overwrites it
@@ -132,7 +130,7 @@ class Gradients:
         `expected`: whether a gradient is likely to arrive, by slot; None: if the parameter requires
         one.
         """
-        for index, grad in enumerate(self.param_grads()):
+        for index, grad in enumerate(self.param_grads.read()):
             if grad is None:
                 self.is_local[index] = self.is_reduced[index] = False
             elif self.is_local[index]:
@@ -320,11 +318,6 @@ class Gradients:
 
     # ---------------------------------------------------------------- .grad of the parameters
 
-    def param_grads(self) -> list[Tensor | None]:
-        """`.grad` of every parameter."""
-        with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
-            return [parameter.grad for parameter in self._parameters]
-
     def set_param_grads(self) -> None:
         """Sets `.grad` to the reduced gradients; it stays None where there are none.
 
@@ -335,86 +328,20 @@ class Gradients:
                 if is_reduced and not self.is_local[index]:
                     self._set_param_grad(index)
 
-    def restore_param_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Sets `.grad` to `grads`, an earlier result of `param_grads`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, grad in enumerate(grads):
-                if grad is not None:
-                    self._assign_grad(index, grad)
-
     def _set_param_grad(self, index: int) -> None:
         # The mean must have no autograd history of earlier steps.
         view = self._views[index]
         is_sharded = isinstance(view, ShardedTensor)
         if not is_sharded and (view.requires_grad or not self._is_own_view(index, view)):
             view = self._views[index] = self.slices[index].detach()  # or its data was replaced
-        self._assign_grad(index, view)
-
-    def _assign_grad(self, index: int, grad: Tensor) -> None:
-        """Sets `.grad`, wherever `.data` points.
-
-        torch compares sizes and devices with `.data`, so `.data` points at a placeholder of the
-        full shape during the assignment.
-        """
-        parameter = self._parameters[index]
-        data = data_of(parameter)
-        if data.shape == grad.shape and data.device == grad.device:
-            parameter.grad = grad
-            return
-        placeholder = self._placeholders.get(index)
-        if (
-            placeholder is None
-            or placeholder.dtype != data.dtype
-            or placeholder.device != grad.device
-        ):
-            one = torch.empty((), dtype=data.dtype, device=grad.device)
-            placeholder = self._placeholders[index] = one.expand(
-                self._plan.layout.slots[index].shape
-            )
-            placeholder.untyped_storage().resize_(0)
-        parameter.data = placeholder
-        parameter.grad = grad
-        parameter.data = data
-
-    def assign(self, index: int, grad: Tensor) -> None:
-        """Implements `parameter.grad = grad` of slot `index` while it is guarded. Local.
-
-        Every rank should set an equal gradient.
-
-        Args:
-            index: The slot.
-            grad: Gradient of the full shape: plain, from which this rank takes its elements when it
-                steps, or sharded.
-
-        Raises:
-            ValueError: `grad` has another shape.
-        """
-        slot = self._plan.layout.slots[index]
-        if tuple(grad.shape) != slot.shape:
-            raise ValueError(
-                f"the gradient set on parameter {slot.name} has shape {tuple(grad.shape)}; expected"
-                f" the full shape {slot.shape}, plain or sharded as parameter.grad is."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            self._assign_grad(index, grad)
-
-    def zero(self, *, set_to_none: bool) -> None:
-        """As `Optimizer.zero_grad`."""
-        for parameter, grad in zip(self._parameters, self.param_grads(), strict=True):
-            if grad is not None and set_to_none:
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.grad = None
-            elif grad is not None:
-                grad.zero_()
+        self.param_grads.set(index, view)
 
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not during a step."""
-        is_freeable = (
-            self._offloaded is None and not self._replicates_mean and not self._is_in_place
-        )
-        if self.main_grad is None or not is_freeable or self._average is not None:
+        is_kept = self._offloaded is not None or self._replicates_mean or self._is_in_place
+        if self.main_grad is None or is_kept or self._average is not None:
             return
-        if [grad for grad in self.param_grads() if grad is not None]:
+        if [grad for grad in self.param_grads.read() if grad is not None]:
             return
         self.is_reduced = [False] * len(self._parameters)
         self._drop_zeroed()
@@ -583,7 +510,10 @@ class Gradients:
         if self._replicates_mean:
             self._views = [part.detach() for part in self.slices]
         else:
-            parts = [_GradShard(self, index, part) for index, part in enumerate(self.slices)]
+            parts = [
+                GradShard(self, self._overlapped, index, part)
+                for index, part in enumerate(self.slices)
+            ]
             if self._offloaded is not None:
                 self._grad_shards.update(parts)
             self._views = [
@@ -663,34 +593,3 @@ class Gradients:
             self.unsharded_grads = None
             if holds_mean:
                 self.main_grad, self.slices, self._views = None, [], []
-
-
-@dataclass(eq=False)
-class _GradShard:
-    """This rank's elements of one mean gradient; a copy after it has been zeroed as `.grad`.
-
-    Implements `LocalShard` of tensors/shard_spec.py.
-    """
-
-    grads: Gradients
-    index: int
-    values: Tensor
-    version: int = 0  # full views of a gradient are not cached
-
-    def check_memory(self, call: str, num_bytes: int) -> None:
-        """Does nothing. See `full_grad`."""
-
-    def read(self) -> Tensor:
-        return self.values.read() if isinstance(self.values, LazyTensor) else self.values
-
-    def detach(self) -> None:
-        """Reads the values before their file is written."""
-        if isinstance(self.values, LazyTensor):
-            self.values = self.values.read()
-
-    def change(self, write: Callable[[Tensor], object]) -> None:
-        self.grads.wait_for_step()
-        if self.grads.slices and self.grads.slices[self.index] is self.values:
-            self.grads.apply_(write, [self.index])
-        else:
-            write(self.values)

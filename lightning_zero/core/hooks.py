@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
 from lightning_zero.core.schedule import Schedule, is_compiled

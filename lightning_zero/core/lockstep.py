@@ -15,69 +15,17 @@ The next round then compares the ranks' hashes of all batches so far.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-
-import torch
-from torch import nn
+from contextlib import contextmanager
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
-from lightning_zero.core.bucket import CommonCalls, bucket_of
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.health.watchdog import DesynchronizedError
-from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["Lockstep", "before_collective", "uneven_calls"]
+__all__ = ["Lockstep"]
 
 _MIN_CHECKED_BYTES = 1 << 24
-
-
-@contextmanager
-def uneven_calls(module: nn.Module) -> Iterator[None]:
-    """Context in which ranks may call `module` or its parts a different number of times, or never.
-
-    It is for generation, sampling and the like: no gradients are recorded. A rank that leaves early
-    serves the others until all have left. An exception on one rank ends the context on every rank.
-    Collective: every rank enters and leaves it, equally often.
-
-    Args:
-        module: The trained module or a part of it. Without an engine the context has no effect.
-
-    Raises:
-        RuntimeError: The context is entered during a backward.
-        PeerFailedError: Another rank failed inside; the text has its error.
-    """
-    found: dict[CommonCalls, None] = {}
-    for parameter in module.parameters():
-        if has_placement(parameter):
-            found[bucket_of(placement_of(parameter)).lockstep] = None
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for one in found:
-            stack.enter_context(one.uneven_step())
-        yield
-
-
-def before_collective(module: nn.Module) -> None:
-    """Synchronizes all ranks before a collective of your own, in which all take part.
-
-    If ranks use different parts of `module` before a collective in the same forward or backward,
-    such as experts that depend on data, stage 3 must first complete their all-gathers. In a
-    forward, collectives of `torch.distributed` on tensors over the default group are detected
-    without this call, unless parts of the module are compiled. A barrier, another group, or a
-    collective in backward needs it. Collective: every rank.
-
-    Args:
-        module: The trained module or a part of it. Without an engine the call has no effect.
-
-    Raises:
-        RuntimeError: Another rank has reached a different call.
-    """
-    for parameter in module.parameters():
-        if has_placement(parameter):
-            bucket_of(placement_of(parameter)).lockstep.barrier("before_collective()")
-            return
 
 
 class Lockstep:

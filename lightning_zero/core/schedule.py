@@ -134,6 +134,7 @@ class Schedule:
         unsharder: Unshards and prefetches the units.
         reducer: Reduces the gradients.
         shared: Buffers that are copied from rank 0.
+        is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class Schedule:
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
-        self._is_accumulating = False
+        self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -227,16 +228,16 @@ class Schedule:
         self.prepare(copies_buffers=copies)
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
-            self.shared.are_fresh = self._is_accumulating or not torch.is_grad_enabled()
+            self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
-                unit.save_for_backward()
+                unit.note_graph()
         self._intercept_collectives()
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
-        ends_step = self.reducer.ends_step = not self._is_accumulating
+        ends_step = self.reducer.ends_step = not self.is_accumulating
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -252,16 +253,17 @@ class Schedule:
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Context of forwards of micro-batches that end no step."""
-        was_accumulating, self._is_accumulating = self._is_accumulating, True
+        was_accumulating, self.is_accumulating = self.is_accumulating, True
         try:
             yield
         finally:
-            self._is_accumulating = was_accumulating
+            self.is_accumulating = was_accumulating
 
     def compare_assigned(self) -> None:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""
         for bucket in self._buckets:
-            bucket.compare_assigned()
+            for name in bucket.writes.take_assigned():
+                self.order.note(f"parameter.data of {name}")
 
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """The other collectives before the first forward after a step. Collective."""
@@ -327,7 +329,7 @@ class Schedule:
         """Unshards `unit` before its module's forward."""
         self._last_used = unit.name
         self.unsharder.unshard(unit)
-        unit.save_for_backward()
+        unit.note_graph()
         self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_forward |= torch.is_grad_enabled()
 
@@ -385,7 +387,7 @@ class Schedule:
         self._has_forward |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
         self.unsharder.unshard(unit)
-        unit.save_for_backward()
+        unit.note_graph()
 
     # ---------------------------------------------------------------- backward
 
@@ -448,7 +450,7 @@ class Schedule:
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Reshards `unit`; its memory is needed again only if the graph is retained."""
-        unit.is_saved_for_backward = self._retain_graph
+        unit.end_graphs(is_retained=self._retain_graph)
         unit.reshard()
 
     def post_accumulate_grad(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
@@ -473,7 +475,7 @@ class Schedule:
         self.reducer.end()
         self.unsharder.reset()
         for unit in self.units:
-            unit.is_saved_for_backward = self._retain_graph
+            unit.end_graphs(is_retained=self._retain_graph)
         self.unsharder.reshard_all()
         self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
@@ -523,7 +525,7 @@ class Schedule:
             errors += bucket.reset(has_regrouped=has_regrouped)
         self.reducer.reset(has_regrouped=has_regrouped)
         for unit in self.units:
-            unit.is_saved_for_backward = False
+            unit.end_graphs()
         if errors and warns:
             warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.writes import WriteDetector
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
@@ -66,12 +67,15 @@ class Shards:
     """
 
     def __init__(
-        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, rank: int
+        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, comm: Communicator
     ) -> None:
         self.plan = plan
         self.storage = storage
         self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
-        self._rank = rank
+        self.comm = comm
+        self._rank = rank = comm.mesh.shard_rank
+        # Whether an all-gather first copies the shard to the device.
+        self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
@@ -193,7 +197,7 @@ class Shards:
         The parameters follow the master.
         """
         own = self.own_ranges[index]
-        self.stop_reading()
+        self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
         self.num_slot_writes[index] += 1
@@ -216,7 +220,7 @@ class Shards:
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
         self.num_writes += 1
-        self.stop_reading()
+        self.before_write()
         self.master_or_param.write(0, values)
         self.cast_master()
 
@@ -238,6 +242,11 @@ class Shards:
         if isinstance(self.all_gather_input, MemoryShardStore):
             return self.all_gather_input.tensor
         return None
+
+    def before_write(self) -> None:
+        """Before the shard is written: ends reads of its file and its copies to the device."""
+        self.stop_reading()
+        self.comm.wait_for_uploads(self._is_uploaded)
 
     def stop_reading(self) -> None:
         """Cancels a read ahead and returns its buffers."""
@@ -283,7 +292,7 @@ class Shards:
         self.num_slot_writes[index] += 1
         if not own:
             return
-        self.stop_reading()
+        self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         values = values.to(master.device)
         with torch.no_grad():

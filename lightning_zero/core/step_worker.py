@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.record import streams
+from lightning_zero.record.recorder import Recorder
+from lightning_zero.record.spans import Kind
 
-__all__ = ["StepLoop", "StepWorker"]
+__all__ = ["OverlappedStep", "StepLoop", "StepWorker"]
 
 
 class StepLoop:
@@ -125,3 +127,32 @@ class StepWorker:
             for tensor in outliving:
                 if tensor.is_cuda:
                     tensor.record_stream(current)
+
+
+class OverlappedStep:
+    """The step of one bucket by a worker, which every use of the bucket waits for.
+
+    Attributes:
+        is_running: Whether a worker steps the bucket, or has stepped it and nothing has waited.
+    """
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.is_running = False
+        self._name = name
+        self._recorder = recorder
+        self._wait: Callable[[], BaseException | None] | None = None
+
+    def begin(self, wait: Callable[[], BaseException | None]) -> None:
+        """Begins a step: `wait` waits until the worker has ended it, see `StepLoop.add`."""
+        self._wait = wait
+        self.is_running = True
+
+    def wait(self) -> None:
+        """Waits until a worker has stepped the bucket; raises if that step failed."""
+        if self._wait is None:
+            return
+        with self._recorder.span(Kind.STEP, self._name, is_wait=True):
+            error = self._wait()  # after an interrupt, the next call waits for the step
+            self._wait, self.is_running = None, False
+        if error is not None:
+            raise RuntimeError(f"the optimizer step of {self._name} failed: {error}") from error

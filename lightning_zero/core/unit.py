@@ -52,6 +52,7 @@ class Unit:
         module: Module whose forward uses the parameters; None for the root.
         buckets: The buckets whose parameters are sharded.
         numel: Elements of all buckets, padding included.
+        unsharded_units: Units of the engine that are unsharded now; all of them share it.
         is_unsharded: Whether all buckets are unsharded, or their all-gathers are in flight.
         stays_unsharded: Whether the unit stays unsharded until the end of the step: the root, and
             units that are used outside their module's forward.
@@ -60,35 +61,35 @@ class Unit:
         entered: The forwards that backward has entered and, as far as is known, not left.
     """
 
-    def __init__(self, plan: UnitPlan, index: int, buckets: Sequence[Bucket]) -> None:
+    def __init__(self, plan: UnitPlan, index: int, unsharded_units: set[Unit]) -> None:
+        sharded = [bucket for bucket in plan.buckets if bucket.stage.shards_params]
         self.name = plan.name
         self.index = index
-        self.buckets = [bucket for bucket in buckets if bucket.shards_params]
-        self.numel = sum(bucket.plan.layout.numel for bucket in self.buckets)
+        self.buckets: list[Bucket] = []
+        self.numel = sum(bucket.layout.numel for bucket in sharded)
         self.stays_unsharded = index == 0
         self.num_awaited = 0
         self.calls: list[Call] = []
         self.entered: set[Call] = set()
         self.module: nn.Module | None = None
-        self._num_unsharded = sum(bucket.is_unsharded for bucket in self.buckets)
-        self.is_unsharded = self._num_unsharded == len(self.buckets)
-        self._unsharded_units: set[Unit] = set()
-        for bucket in self.buckets:
-            bucket.on_unsharded_change = self._count_bucket
+        self.unsharded_units = unsharded_units
+        self._num_buckets = len(sharded)
+        self._num_unsharded = 0
+        self.is_unsharded = self._num_buckets == 0
 
-    def track_in(self, unsharded_units: set[Unit]) -> None:
-        """Keeps this unit in `unsharded_units` whenever it is unsharded."""
-        self._unsharded_units = unsharded_units
-        if self.is_unsharded and self.buckets:
-            unsharded_units.add(self)
+    def add(self, bucket: Bucket) -> None:
+        """Appends the next bucket of the plan; each calls `count_bucket` from its beginning."""
+        if bucket.shards_params:
+            self.buckets.append(bucket)
 
-    def _count_bucket(self, is_unsharded: bool) -> None:
+    def count_bucket(self, is_unsharded: bool) -> None:
+        """Counts a bucket that is now unsharded, or no longer."""
         self._num_unsharded += 1 if is_unsharded else -1
-        self.is_unsharded = self._num_unsharded == len(self.buckets)
+        self.is_unsharded = self._num_unsharded == self._num_buckets
         if self.is_unsharded:
-            self._unsharded_units.add(self)
+            self.unsharded_units.add(self)
         else:
-            self._unsharded_units.discard(self)
+            self.unsharded_units.discard(self)
 
     @property
     def is_backward_done(self) -> bool:
@@ -100,20 +101,17 @@ class Unit:
             for bucket in self.buckets
         )
 
-    @property
-    def is_saved_for_backward(self) -> bool:
-        """Whether a graph that backward has not traversed may hold views of the parameters."""
-        return any(bucket.is_saved_for_backward for bucket in self.buckets)
-
-    @is_saved_for_backward.setter
-    def is_saved_for_backward(self, value: bool) -> None:
-        for bucket in self.buckets:
-            bucket.is_saved_for_backward = value
-
-    def save_for_backward(self) -> None:
-        """Notes that the graph saves views of the parameters, if gradients are recorded."""
+    def note_graph(self) -> None:
+        """A forward uses the parameters: with gradients, its graph may hold views of them."""
         if torch.is_grad_enabled():
-            self.is_saved_for_backward = True
+            for bucket in self.buckets:
+                bucket.note_graph()
+
+    def end_graphs(self, *, is_retained: bool = False) -> None:
+        """Backward has traversed the graphs, and needs the parameters again only if retained."""
+        for bucket in self.buckets:
+            if bucket.is_saved_for_backward is not is_retained:
+                bucket.end_graphs(is_retained=is_retained)
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
@@ -148,9 +146,7 @@ class Unsharder:
         self._config = config
         self._is_backward = False  # units are requested from the end of the layout on
         self._unclaimed: dict[Unit, None] = {}  # unsharded for other ranks or by prefetch; in order
-        self._unsharded: set[Unit] = set()
-        for unit in units:
-            unit.track_in(self._unsharded)
+        self._unsharded = self.units[0].unsharded_units
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
     def begin_backward(self) -> None:

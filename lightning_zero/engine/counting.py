@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State

@@ -26,7 +26,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.construction.materialize import check_can_materialize, materialize
-from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
@@ -146,19 +147,15 @@ class Engine:
         self.storage = _open_storage(config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
-        self._syncs = True
         self._is_closed = False
         self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
         try:
-            self.buckets = self._wrap_parameters()
-            rest = iter(self.buckets)
-            units = [
-                Unit(unit, index, [next(rest) for _ in unit.buckets])
-                for index, unit in enumerate(self.plan.units)
-            ]
+            units, self.buckets = self._wrap_parameters()
             self.schedule = Schedule(module, units, self.buckets, comm, config)
-            self._hooks = Hooks(module, self.buckets, self.schedule)
             self.lockstep = Lockstep(self.schedule, comm)
+            for bucket in self.buckets:
+                BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order)
+            self._hooks = Hooks(module, self.buckets, self.schedule)
             self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,
@@ -179,39 +176,40 @@ class Engine:
             self.storage.close()
             raise
 
-    def _wrap_parameters(self) -> list[Bucket]:
-        """Wraps the parameters in buckets, in layout order, with their values. Collective."""
+    def _wrap_parameters(self) -> tuple[list[Unit], list[Bucket]]:
+        """Wraps the parameters, with their values, in layout order. Collective."""
+        unsharded: set[Unit] = set()
+        units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
         plans = self.plan.buckets
-        queue = GradQueue(self.storage)
+        unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
+        shared = Shared(self.comm, GradQueue(self.storage), self.worker)
         built: dict[int, Bucket] = {}
         for index, filled in materialize(self.module, plans, self.device, self.comm):
-            built[index] = self._bucket(plans[index], queue, filled)
+            built[index] = self._bucket(plans[index], unit_of[index], shared, filled)
             del filled  # it may be unsharded; the next one would need as much memory again
         clear_pending_values(self.module)
-        return [built[index] for index in range(len(plans))]
+        buckets = [built[index] for index in range(len(plans))]
+        for unit, bucket in zip(unit_of, buckets, strict=True):
+            unit.add(bucket)
+        return units, buckets
 
-    def _bucket(self, plan: BucketPlan, queue: GradQueue, filled: FlatBuffer | None) -> Bucket:
+    def _bucket(
+        self, plan: BucketPlan, unit: Unit, shared: Shared, filled: FlatBuffer | None
+    ) -> Bucket:
         named = parameters_by_name(self.module)
         parameters = [named[slot.name] for slot in plan.layout.slots]
         bucket = Bucket(
             plan,
             parameters,
-            self.comm,
-            queue,
-            self.worker,
+            shared,
             grad_dtype=self.plan.grad_dtype(plan),
-            unshard_out_of_order=self._unshard_out_of_order,
-            lockstep=lambda: self.lockstep,
             filled=filled,
+            on_unsharded_change=unit.count_bucket if plan.stage.shards_params else None,
         )
         awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
         if awaited:
             bucket.masters.load(values_reader(awaited))
         return bucket
-
-    def _unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
-        """Unshards `bucket`, whose parameter `name` is used outside of forward and backward."""
-        self.schedule.unshard_out_of_order(bucket, name)
 
     def _before_collective(self, name: str) -> None:
         """Has all ranks issue collective `name` together, also if some are still in a pass."""
@@ -241,9 +239,10 @@ class Engine:
         Args:
             retain_graph: Whether another backward through the same graph follows.
         """
-        if self._syncs:
+        reduces = not self.schedule.is_accumulating
+        if reduces:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=self._syncs, retain_graph=retain_graph)
+        return self.schedule.backward_context(reduces=reduces, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -263,12 +262,8 @@ class Engine:
         reduce every micro-batch: to the mean over the shard group if `sharding_group_size` is set,
         else over all ranks.
         """
-        syncs, self._syncs = self._syncs, False
-        try:
-            with self.schedule.accumulating():
-                yield
-        finally:
-            self._syncs = syncs
+        with self.schedule.accumulating():
+            yield
 
     def finish_reductions(self) -> None:
         """Reduces the gradients that micro-batches under `no_sync` left local. Collective.
@@ -288,7 +283,7 @@ class Engine:
             set_to_none: Set gradients to None and free the memory of their shards.
         """
         for bucket in self.buckets:
-            bucket.grads.zero(set_to_none=set_to_none)
+            bucket.grads.param_grads.zero(set_to_none=set_to_none)
             bucket.free_zeroed()
 
     def clip_grad_norm_(

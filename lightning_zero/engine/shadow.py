@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.bucket import Bucket, Masters
+from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket_access import BucketAccess
+from lightning_zero.core.masters import Masters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import BucketTiers, Tier
@@ -56,7 +58,7 @@ class Shadow:
             parameter.grad = None  # a full gradient of an earlier fit, perhaps
         with torch.no_grad():
             self.buckets = [self._copy_of(b, named, device, queue) for b in engine.buckets]
-        engine.average_buckets += self.buckets
+        engine.average_buckets.extend(self.buckets)
 
     def _copy_of(
         self,
@@ -67,7 +69,7 @@ class Shadow:
     ) -> Bucket:
         """Bucket of the copy for one bucket of the module. Collective."""
         plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
-        return _ShadowBucket(
+        copy = _ShadowBucket(
             dataclasses.replace(
                 plan,
                 dtype=dtype,
@@ -76,13 +78,11 @@ class Shadow:
                 tiers=BucketTiers(param=_tier(bucket, device)),
             ),
             [named[slot.name] for slot in plan.layout.slots],
-            bucket.comm,
-            queue,
-            self._engine.worker,
+            Shared(bucket.comm, queue, self._engine.worker),
             grad_dtype=dtype,
-            unshard_out_of_order=_raise_sharded,
-            lockstep=lambda: self._engine.lockstep,
         )
+        BucketAccess(copy, self._engine.lockstep, _raise_sharded)
+        return copy
 
     @contextmanager
     def shard_views(self, *, write_back: bool) -> Iterator[None]:
@@ -124,7 +124,7 @@ def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, 
         installed = []
         for bucket in buckets:
             installed.append((bucket.masters, bucket.masters.install_own_views()))
-            uninstalling.callback(bucket.masters.uninstall_views)
+            uninstalling.callback(bucket.uninstall_views)
         yield installed
 
 

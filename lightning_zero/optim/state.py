@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.optim.clone import parameters_of, probe_state
 from lightning_zero.optim.state_view import is_sliced, local_part, raw_states, without_state_view
@@ -173,13 +174,13 @@ def load_optimizer_state_dict(
     mine = set(parameters) - in_files
     own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
     for bucket in own_buckets:
-        bucket.masters.enter_step(has_grads=False)
+        bucket.enter_step(has_grads=False)
     try:
         with without_state_view(optimizer):
             optimizer.load_state_dict({**state_dict, "state": state})
     finally:
         for bucket in own_buckets:
-            bucket.masters.leave_step(is_changed=False)
+            bucket.leave_step(is_changed=False)
     for number, entry in entries.items():
         if by_number[number] in in_files:
             _load_into_files(by_number[number], entry, keys, raw_states(optimizer))

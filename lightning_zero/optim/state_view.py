@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of, lockstep_of
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.guarded import has_placement, placement_of
@@ -288,7 +289,8 @@ class _StateShard:
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":
-            self.bucket.lockstep.check_cpu_memory(call, num_bytes)
+            lockstep = lockstep_of(self.bucket.parameters[self.index])
+            lockstep.check_cpu_memory(call, num_bytes)
 
     def read(self) -> Tensor:
         self.bucket.wait_for_all_steps()

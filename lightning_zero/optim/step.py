@@ -28,7 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.core.bucket import Bucket, bucket_of
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.bucket_access import bucket_of, lockstep_of
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.health.together import failing_together
@@ -186,7 +187,7 @@ class OptimizerStep:
         if not buckets:
             return method(*args, **kwargs)
         call = f"{type(self.optimizer).__name__}.{name}()"
-        lockstep = buckets[0].lockstep
+        lockstep = lockstep_of(buckets[0].parameters[0])
         lockstep.barrier(call)
         self._drain()
         self._uninstall_state_view()
@@ -207,7 +208,7 @@ class OptimizerStep:
         """Context in which parameters and states are slices; operators on full tensors raise."""
         members = parameters_of(self.optimizer)
         for bucket in self._stepping:
-            bucket.masters.enter_step(has_grads=False)
+            bucket.enter_step(has_grads=False)
             if bucket.shards.keeps_states_in_files:
                 swap_in_states(self.optimizer, bucket)
         slices: list[Tensor] = []
@@ -227,7 +228,7 @@ class OptimizerStep:
         stepped, self._stepping = self._stepping, []
         self._is_inside = False
         for bucket in stepped:
-            bucket.masters.leave_step(is_changed=True)
+            bucket.leave_step(is_changed=True)
             if bucket.shards.keeps_states_in_files:
                 swap_out_states(self.optimizer, bucket)
         for bucket in stepped:
@@ -271,7 +272,7 @@ class OptimizerStep:
         self._is_inside = True
         self._stepping = self._own_buckets()
         for bucket in self._stepping:
-            bucket.masters.enter_step(has_grads=has_grads)
+            bucket.enter_step(has_grads=has_grads)
 
     # ---------------------------------------------------------------- the step
 
@@ -318,7 +319,7 @@ class OptimizerStep:
                     parameter.grad = None  # so that the step function does nothing
         else:
             for bucket in self._stepping:
-                bucket.masters.enter_step()
+                bucket.enter_step()
             self._move_scalars()
             self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
         return args, kwargs

@@ -61,10 +61,10 @@ class BetweenStepsError(RuntimeError):
 
 
 class ParameterHolder(Protocol):
-    """Object that has the values of a parameter, usually a bucket.
+    """Object that has the values of a parameter, usually the access to a bucket.
 
-    Other holders: a bucket of an average, a part of a module that is being built, and the
-    placeholder for a dropped parameter.
+    Other holders: a part of a module that is being built, and the placeholder for a dropped
+    parameter.
     """
 
     @property
@@ -93,8 +93,8 @@ class Placement:
         shape: Shape of the unsharded parameter.
         dtype: Dtype of the unsharded parameter.
         own_class: Class of the parameter while it is not guarded.
-        bucket: Holder of the values.
-        index: Slot of the parameter in the bucket.
+        holder: Holder of the values.
+        index: Slot of the parameter in its bucket.
         ensure_unsharded: Called with the name before the values are used.
         set_grad: Called with the slot and the new `.grad`; None: torch sets `.grad`.
         on_data_read: Called with the slot before the `.data` of a plain parameter is returned.
@@ -104,7 +104,7 @@ class Placement:
     shape: torch.Size
     dtype: torch.dtype
     own_class: type[nn.Parameter]
-    bucket: ParameterHolder
+    holder: ParameterHolder
     index: int
     ensure_unsharded: Callable[[str], None]
     set_grad: Callable[[int, Tensor], None] | None = None
@@ -113,12 +113,12 @@ class Placement:
     # Set as methods of the parameter object; see [Note: Plain copies].
 
     def deepcopy(self, memo: dict[int, Any]) -> nn.Parameter:
-        plain = self.bucket.copy_plain(self.index, is_for_file=False)
+        plain = self.holder.copy_plain(self.index, is_for_file=False)
         copied: nn.Parameter = copy.deepcopy(plain)  # its class may define __deepcopy__
         return copied
 
     def reduce_ex(self, protocol: Any) -> Any:
-        plain = self.bucket.copy_plain(self.index, is_for_file=True)
+        plain = self.holder.copy_plain(self.index, is_for_file=True)
         return plain.__reduce_ex__(protocol)
 
 
@@ -305,7 +305,7 @@ _NEEDS_VALUES = object()  # result of a function below that cannot do without th
 
 def _get_data(parameter: Tensor) -> Any:
     placement = placement_of(parameter)
-    return placement.bucket.sharded_data(placement.index)
+    return placement.holder.sharded_data(placement.index)
 
 
 def _set_data(target: Any, values: Tensor) -> Any:
@@ -313,10 +313,10 @@ def _set_data(target: Any, values: Tensor) -> Any:
         return _NEEDS_VALUES
     if values is not target:  # else it is `module.to(...)`, and nothing changes
         placement = placement_of(target)
-        placement.bucket.wait_for_update()
+        placement.holder.wait_for_update()
         one: Any = target
         if isinstance(one, GuardedParameter):  # it is sharded
-            placement.bucket.assign_data(placement.index, values)
+            placement.holder.assign_data(placement.index, values)
         else:
             one.data = values
     return None
@@ -335,7 +335,7 @@ def _convert_like(tensor: Tensor, *given: Any, **kwargs: Any) -> Any:
         return _NEEDS_VALUES
     like, *rest = given or [kwargs.pop("other")]
     placement = placement_of(like)
-    return tensor.to(placement.bucket.device, placement.dtype, *rest, **kwargs)
+    return tensor.to(placement.holder.device, placement.dtype, *rest, **kwargs)
 
 
 def _shape_as(shape: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -407,7 +407,7 @@ def _call_on_shards(
         if not _guarded_in(value):
             return value
         placement = placement_of(value)
-        data = placement.bucket.sharded_data(placement.index)
+        data = placement.holder.sharded_data(placement.index)
         if not _guarded_in(value):  # its all-gather was in progress, and has ended
             return value
         if not isinstance(data, ShardedTensor):
@@ -456,10 +456,10 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.ndimension: lambda placement: len(placement.shape),
     Tensor.ndim.__get__: lambda placement: len(placement.shape),  # type: ignore[attr-defined]
     Tensor.__len__: lambda placement: placement.shape[0],
-    Tensor.device.__get__: lambda placement: placement.bucket.device,
-    Tensor.is_cpu.__get__: lambda placement: placement.bucket.device.type == "cpu",  # type: ignore[attr-defined]
-    Tensor.is_cuda.__get__: lambda placement: placement.bucket.device.type == "cuda",  # type: ignore[attr-defined]
-    Tensor.get_device: lambda placement: _index_of(placement.bucket.device),
+    Tensor.device.__get__: lambda placement: placement.holder.device,
+    Tensor.is_cpu.__get__: lambda placement: placement.holder.device.type == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda placement: placement.holder.device.type == "cuda",  # type: ignore[attr-defined]
+    Tensor.get_device: lambda placement: _index_of(placement.holder.device),
 }
 
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]

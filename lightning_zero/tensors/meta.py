@@ -182,7 +182,7 @@ def _guard(parameter: nn.Parameter) -> None:
         shape=shape,
         dtype=parameter.dtype,
         own_class=type(parameter),
-        bucket=cast("ParameterHolder", owner),
+        holder=cast("ParameterHolder", owner),
         index=0,
         ensure_unsharded=owner.refuse,
     )

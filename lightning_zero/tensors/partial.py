@@ -125,5 +125,5 @@ class PartialParameter:
 
 def partial_of(parameter: Tensor) -> PartialParameter | None:
     """Record of a sharded parameter; None if it is unsharded or wrapped by an engine."""
-    holder = placement_of(parameter).bucket if has_placement(parameter) else None
+    holder = placement_of(parameter).holder if has_placement(parameter) else None
     return holder if isinstance(holder, PartialParameter) else None

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.layout.mesh import Mesh
 
-__all__ = ["ShardSpec", "InMemoryShard", "LocalShard"]
+__all__ = ["DetachableShard", "InMemoryShard", "LocalShard", "ShardSpec"]
 
 
 class ShardComm(Protocol):
@@ -110,6 +110,13 @@ class LocalShard(Protocol):
             call: Name of the operation that needs them, for the error.
             num_bytes: Size of the full values.
         """
+
+
+class DetachableShard(LocalShard, Protocol):
+    """Access to elements of a parameter or gradient that may get new values."""
+
+    def detach(self) -> None:
+        """Keeps a copy of the present values, which later changes apply to."""
 
 
 @dataclass(frozen=True)

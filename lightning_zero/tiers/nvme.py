@@ -130,6 +130,10 @@ class Transfer:
             if not self.is_done:
                 self._finish()
 
+    def note_write(self, write: Transfer) -> None:
+        """Marks this read as stale if the later `write` is to the same bytes."""
+        self.is_stale |= self.overlaps(write)
+
     def overlaps(self, other: Transfer) -> bool:
         return self.start < other.stop and other.start < self.stop
 
@@ -190,8 +194,8 @@ class NvmeFile:
             ]
             before += after
             reads = [read for read in map(weakref.ref.__call__, self._reads) if read is not None]
-            for read in reads:
-                read.is_stale |= is_write and read.overlaps(new)
+            for read in reads if is_write else ():
+                read.note_write(new)
             if not is_write:
                 self._reads = [weakref.ref(read) for read in (*reads, new)]
             size = store.block_bytes
@@ -335,18 +339,23 @@ class NvmeStore:
         )
         # An inherited lock would outlive this process in the child.
         os.register_at_fork(after_in_child=partial(_close_all, self._descriptors))
+        self.is_direct = self._probe_direct(Path(path), rank)
+
+    def _probe_direct(self, path: Path, rank: int) -> bool:
+        """Whether the disk supports O_DIRECT; warns if not, and closes the store after an error."""
         try:
-            self.is_direct = supports_o_direct(self.directory)
+            is_direct = supports_o_direct(self.directory)
         except OSError as error:
             self._finalizer()
             raise describe_io_error(error, self.directory, "write", 0, PAGE_BYTES) from None
-        if not self.is_direct and _local_rank(rank) == 0:
+        if not is_direct and _local_rank(rank) == 0:
             warnings.warn(
-                f"{path} ({file_system_of(Path(path))}) does not support O_DIRECT: its files are "
+                f"{path} ({file_system_of(path)}) does not support O_DIRECT: its files are "
                 "read and written through the page cache, which costs CPU time and memory; use a "
                 "local NVMe disk.",
-                stacklevel=2,
+                stacklevel=3,
             )
+        return is_direct
 
     def create(self, name: str, nbytes: int) -> NvmeFile:
         """Makes a file of `nbytes` zeros, rounded up to a multiple of 4096."""

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered, load_weights
 from lightning_zero.checkpoint import full_state_dict, load_module, load_optimizer
-from lightning_zero.core.bucket import Masters
+from lightning_zero.core.masters import Masters
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.meta import set_pending_values
 from tests.support.ranks import run_ranks

@@ -218,8 +218,6 @@ checkpoint.dcp_metadata record.state
 checkpoint.dcp_writer plan_cache.entries
 checkpoint.dcp_writer self.plan_cache.metadata
 cli.io_bench store.block_bytes
-core.access bucket.num_pins
-core.bucket self._bucket.num_pins
 core.hooks call.awaited
 core.hooks call.input_keys
 core.hooks unit.module
@@ -238,14 +236,10 @@ core.schedule call.awaited
 core.schedule call.is_done
 core.schedule self.reducer.ends_step
 core.schedule self.shared.are_fresh
-core.schedule unit.is_saved_for_backward
 core.schedule unit.num_awaited
 core.schedule unit.stays_unsharded
 core.shards self.param_shard.tensor
-core.unit bucket.is_saved_for_backward
-core.unit bucket.on_unsharded_change
 core.unit unit.num_awaited
-engine.shadow engine.average_buckets
 health.peers key.data.exit_status
 health.peers peer.descriptor
 health.peers peer.exited_at
@@ -260,7 +254,6 @@ planner.trace recorder.counter.high
 record.recorder span.start
 tensors.full_view view._source
 tiers.grad_offload pending.transfer
-tiers.nvme read.is_stale
 tiers.pipeline slot.job
 """  # ours: this list only ever gets shorter
 

@@ -1,0 +1,276 @@
+"""Access to the parameters of one bucket by code outside of the engine.
+
+A guarded parameter calls the methods of its `BucketAccess`: when a torch function uses it outside
+of its unit's forward, when its `.data` is read or set, and when it is copied.
+`lightning_zero.gathered` (core/access.py) reads the parameters here, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.core.bucket import Bucket, Phase
+from lightning_zero.core.lockstep import Lockstep
+from lightning_zero.core.writes import WriteDetector, own_elements
+from lightning_zero.tensors.guarded import (
+    BetweenStepsError,
+    GuardedParameter,
+    Placement,
+    attributes_of,
+    data_of,
+    placement_of,
+    set_placement,
+)
+from lightning_zero.tensors.sharded import ShardedTensor
+
+__all__ = ["BucketAccess", "access_of", "bucket_of", "lockstep_of", "make_plain"]
+
+
+class BucketAccess:
+    """Access to the parameters of one bucket from outside. Implements `ParameterHolder`.
+
+    Args:
+        bucket: Bucket of the parameters.
+        lockstep: Lockstep of the engine; it synchronizes ranks before collective accesses.
+        unshard_out_of_order: Called with the bucket and a parameter's name before a use outside of
+            the unit's forward.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        lockstep: Lockstep,
+        unshard_out_of_order: Callable[[Bucket, str], None],
+    ) -> None:
+        self.bucket = bucket
+        self.lockstep = lockstep
+        self.device = bucket.device
+        self.wait_for_update = bucket.wait_for_update
+        self._unshard_out_of_order = unshard_out_of_order
+        for parameter in bucket.parameters:
+            placement = dataclasses.replace(
+                placement_of(parameter),
+                holder=self,
+                ensure_unsharded=self._unshard_on_use,
+                set_grad=bucket.grads.param_grads.assign,
+                on_data_read=bucket.before_data_read,
+            )
+            set_placement(parameter, placement)
+
+    def _unshard_on_use(self, name: str) -> None:
+        """Guard of the parameters: a torch function is applied to parameter `name`."""
+        if self.bucket.shards_params:
+            self._unshard_out_of_order(self.bucket, name)
+        else:
+            self.bucket.wait_for_unshard()
+
+    # ---------------------------------------------------------------- parameter.data
+
+    def sharded_data(self, index: int) -> Tensor:
+        """`parameter.data` of slot `index`: sharded, or the unsharded tensor if replicated. Local.
+
+        An all-gather in flight for a later use is finished and freed, so that the next one sends
+        what is written here; on gloo this waits for its data. Nothing is unsharded by this call.
+        """
+        bucket = self.bucket
+        bucket.wait_for_update()
+        bucket.reshard()
+        if bucket.phase is Phase.SHARDED:
+            values = bucket.shards.master_view(index)
+            shard = bucket.writes.data_shards.get(index)
+            if shard is None:
+                shard = bucket.writes.data_shards[index] = _ParamShard(self, index)
+            return ShardedTensor.of(shard, bucket.shard_specs[index], "p.data", values)
+        return data_of(bucket.parameters[index])
+
+    def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
+        """Lets `write` change this rank's elements of `sharded_data` in place."""
+        bucket = self.bucket
+        bucket.wait_for_update()
+        bucket.reshard()
+        name = bucket.plan.layout.slots[index].name
+        if bucket.phase is not Phase.SHARDED:
+            raise RuntimeError(
+                f"parameter.data of {name} was read while it was sharded, and the parameter is "
+                "unsharded now; read parameter.data again."
+            )
+        self.lockstep.before_write()
+        self.lockstep.note_write(name)
+        bucket.shards.change(index, write)
+
+    def assign_data(self, index: int, values: Tensor) -> None:
+        """Implements `parameter.data = values` of slot `index` while it is guarded. Local.
+
+        Tensors that were `parameter.data` until now keep their values.
+
+        Args:
+            index: The slot.
+            values: Tensor of the full shape, plain or sharded (collective if it is sharded in
+                another way), or this rank's elements, 1-D.
+
+        Raises:
+            ValueError: `values` have another shape or dtype.
+            RuntimeError: The parameter is needed by a backward.
+        """
+        bucket = self.bucket
+        bucket.reshard()  # a prefetched parameter is unsharded again
+        slot, spec = bucket.plan.layout.slots[index], bucket.shard_specs[index]
+        if isinstance(values, GuardedParameter):
+            values = values.data
+        given = values
+        bucket.writes.check_dtype(index, values)
+        if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
+            if values.is_view_of(bucket.writes.data_shards.get(index)):
+                return  # unchanged
+            is_own = bucket.phase is Phase.SHARDED and spec.matches(values.spec)
+            values = values.local if is_own else values.full_tensor()
+        if bucket.phase is Phase.UNSHARDING:
+            bucket.wait_for_unshard()
+            bucket.parameters[index].data = values  # synced by `reshard`
+            return
+        own = own_elements(values, slot, bucket.owned(index))
+        if bucket.is_saved_for_backward and bucket.num_holders(num_params=0):
+            raise RuntimeError(
+                f"parameter.data of {slot.name} was set between a forward and its backward, which "
+                "needs the values that the forward used. Set it before the forward or after the "
+                "backward; if no backward follows, call the module under torch.no_grad()."
+            )
+        self.lockstep.before_write()
+        bucket.writes.assign(index, own, given)
+
+    # ---------------------------------------------------------------- copies
+
+    def copy_plain(self, index: int, *, is_for_file: bool) -> nn.Parameter:
+        """A copy of slot `index` as it would be without an engine: its own class, dtype and memory.
+
+        For a file, full tensors of sharded parameters are on the CPU. Collective if the parameter
+        is sharded.
+        """
+        bucket, slot = self.bucket, self.bucket.plan.layout.slots[index]
+        parameter, dtype = bucket.parameters[index], bucket.orig_dtypes[index]
+        try:
+            if isinstance(parameter, GuardedParameter):
+                self._unshard_on_use(slot.name)
+            if tuple(parameter.shape) != slot.shape:
+                dtype = parameter.dtype  # while it is stepped
+            values = parameter.detach().to(dtype, copy=True)
+        except BetweenStepsError:
+            data = self.sharded_data(index)
+            assert isinstance(data, ShardedTensor)
+            device = torch.device("cpu") if is_for_file else self.device
+            values = data.full_view("copy", dtype).plain().to(device)
+        return make_plain(parameter, values)
+
+    # ---------------------------------------------------------------- gathered
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Context of `gathered` in which the parameters are unsharded, for reading. Collective."""
+        bucket = self.bucket
+        if bucket.has_views_installed:
+            yield  # an outer context has installed views, for writing
+            return
+        bucket.wait_for_all_steps()
+        was_unsharded = bucket.is_unsharded
+        if bucket.shards_params:
+            bucket.unshard()
+        bucket.wait_for_unshard()
+        num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
+        bucket.pin()
+        detector, num_writes = WriteDetector(lambda: bucket.parameters), bucket.shards.num_writes
+        detector.watch_values()
+        is_kept = False
+        try:
+            yield
+            bucket.wait_for_all_steps()
+            if bucket.shards.num_writes == num_writes:  # else the engine has written to them
+                self._check_unchanged(detector)
+            is_kept = True
+        finally:
+            bucket.unpin()
+            if not is_kept:
+                bucket.discard_unsharded()
+            elif not was_unsharded:
+                bucket.reshard(num_holders_before=num_holders_before)
+
+    def _check_unchanged(self, detector: WriteDetector) -> None:
+        """Raises if a parameter was written to inside `reading`."""
+        bucket = self.bucket
+        for index in detector.written():
+            outcome = "is dropped" if bucket.shards_params else "stays on this rank"
+            raise RuntimeError(
+                f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
+                "lightning_zero.gathered(...), which is for reading; use gathered(..., "
+                "writeback=True), which keeps the changes of one rank. The change "
+                f"{outcome}."
+            )
+
+
+class _ParamShard:
+    """This rank's elements of one sharded parameter; a copy after the parameter got new values.
+
+    Implements `DetachableShard` of tensors/shard_spec.py.
+    """
+
+    def __init__(self, access: BucketAccess, index: int) -> None:
+        self._access = access
+        self._bucket = access.bucket
+        self._index = index
+        self._old_values: Tensor | None = None  # 1-D; None until the parameter gets new values
+
+    def read(self) -> Tensor:
+        if self._old_values is not None:
+            return self._old_values
+        self._bucket.wait_for_update()
+        return self._bucket.shards.values(self._index).detach()
+
+    def change(self, write: Callable[[Tensor], object]) -> None:
+        if self._old_values is not None:
+            write(self._old_values)
+        else:
+            self._access.change_sharded_data(self._index, write)
+
+    def detach(self) -> None:
+        self._old_values = self.read().clone()
+
+    @property
+    def version(self) -> int:
+        if self._old_values is not None:
+            return self._old_values._version
+        self._bucket.wait_for_step()  # a worker may increment the counters
+        shards = self._bucket.shards
+        return shards.num_writes + shards.num_slot_writes[self._index]
+
+    def check_memory(self, call: str, num_bytes: int) -> None:
+        if self._bucket.device.type == "cpu":
+            self._access.lockstep.check_cpu_memory(call, num_bytes)
+
+
+def make_plain(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter like `parameter` with these values, which no engine holds. Local."""
+    own_class = placement_of(parameter).own_class
+    plain = Tensor._make_subclass(own_class, values, parameter.requires_grad)
+    assert isinstance(plain, nn.Parameter)
+    plain.__dict__.update(attributes_of(parameter))
+    return plain
+
+
+def access_of(placement: Placement) -> BucketAccess:
+    """Access to the bucket of an engine, or of an average, that holds a parameter."""
+    return cast("BucketAccess", placement.holder)
+
+
+def bucket_of(placement: Placement) -> Bucket:
+    """The bucket of an engine, or of an average, that holds a parameter."""
+    return access_of(placement).bucket
+
+
+def lockstep_of(parameter: Tensor) -> Lockstep:
+    """Lockstep of the engine that holds `parameter`."""
+    return access_of(placement_of(parameter)).lockstep
