@@ -41,13 +41,15 @@ class JointStep:
         store = shards.ensure_master()
         self._master = store.fetch(0, store.numel)
         parts = shards.split_by_slot(self._master)
+        for index, mean in enumerate(means):  # reads may fail, before any parameter is changed
+            if isinstance(mean, LazyTensor) and shards.is_stepped[index]:
+                means[index] = mean.read()
         for index, (parameter, part) in enumerate(zip(self._parameters, parts, strict=True)):
             unguard(parameter)
             parameter.grad = None
             parameter.data = part.view(shards.step_shapes[index])
             mean = means[index]
             if mean is not None and shards.is_stepped[index]:
-                mean = mean.read() if isinstance(mean, LazyTensor) else mean
                 parameter.grad = mean.to(self._master.device).view(parameter.data.shape)
 
     def store(self, *, is_changed: bool) -> None:
