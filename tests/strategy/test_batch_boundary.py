@@ -141,7 +141,7 @@ def _fit_alone(rank, world_size, what, stage=3):
 @pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):
-        assert DESYNCHRONIZED in error  # a slow rank may receive the error of the other one
+        assert error.startswith(DESYNCHRONIZED)
 
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error_on_all_in_stage_1():
