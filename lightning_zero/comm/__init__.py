@@ -14,9 +14,9 @@ Imports record, layout, tensors and health.
 Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:
 
     in work after which all ranks meet  by `health.together.run_on_all_ranks`, which names the rank
-    anywhere else                       by `Communicator.abort`: the watchdogs end their waits.
-                                        After `Communicator.regroup` they continue if they can
-                                        (`_can_communicate` in strategy/engine_strategy.py)
+    anywhere else                       by `Watchdog.abort`: the watchdogs end their waits. Under a
+                                        Trainer they continue after `Communicator.regroup` if they
+                                        can (`_can_communicate` in strategy/engine_strategy.py)
 
 Ranks that are in the middle of a pass issue the rest of its schedule before they learn of it:
 `CollectiveOrder.flush_schedule` and `report_failure`.

@@ -192,8 +192,12 @@ class RoundClient:
         elif not tally.highest.allows_uneven_calls and not tally.is_same("flags"):
             error = self._flags_error(state.flags)
         elif _are_desynchronized(tally):
-            text = _desync_text(name, self._describe(state))
-            error, aborts = self._control_plane.desync_error(text), True
+            try:
+                action = self._describe(state)
+            except RuntimeError:  # another rank has its error already, and has ended the rounds
+                action = ""
+            error = self._control_plane.desync_error(_desync_text(name, action))
+            aborts = True
         if error is not None and aborts:
             self._control_plane.abort_waits(error)
         return error

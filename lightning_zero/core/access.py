@@ -165,8 +165,8 @@ class _WritableBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._full = bucket.masters.all_gather()
-        self._detector = WriteDetector(lambda: self._full.views)
+        full = self._full = bucket.masters.all_gather()
+        self._detector = WriteDetector(lambda: full.views)  # no cycle: freed with this object
         self._detector.watch_values()
         self._data: list[Tensor] = []  # of the parameters at the end
         bucket.install_views(self._full.views)

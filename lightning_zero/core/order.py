@@ -34,11 +34,12 @@ Why this does not deadlock:
 3. A rank waits for a round only when it has issued all events before that round. A rank that has
    not entered the round computes, or waits for data, which arrives by 2.
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
-   same on all ranks. The key is compared in the round that begins the pass. A rank waits for this
-   round before its first event, unless no other rank can still request units of the pass before,
-   and the key is the expected one (`RecordedSchedules.expected_key`), which is the same on all
-   ranks. So all ranks that do not wait follow the same schedule. A rank with another key waits,
-   and the mismatch ends the waits of all ranks with an error.
+   same on all ranks. A rank that alone has dropped its schedules has another history of calls. Key
+   and history are compared in the round that begins the pass. A rank waits for this round before
+   its first event, unless no other rank can still request units of the pass before, and the key is
+   the expected one (`RecordedSchedules.expected_key`), which is the same on all ranks. So all ranks
+   that do not wait follow the same schedule. A rank with another key waits, and the mismatch ends
+   the waits of all ranks with an error.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -145,6 +146,7 @@ class CollectiveOrder:
         self._state = self._state._replace(flags=b"")
         self._rounds.reset()
         self._recorded.reset()
+        self._was_reset = True  # until the other ranks compare it: the schedules are gone
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
         self._has_collectives = False  # of the user's, within a pass
         self.is_issuing = False
@@ -546,6 +548,9 @@ class CollectiveOrder:
         is_all = one.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
+        if is_compared and self._was_reset:
+            self.note("reset")
+            self._was_reset = False
         return Vote(
             request.pack(),
             key,

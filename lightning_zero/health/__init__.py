@@ -8,6 +8,5 @@
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank raises an
 exception or ends, the watchdogs of the other ranks learn it within seconds, end their waits and
-raise an error with its rank and cause; the end of comm's text lists who notifies them in which
-phase of a job.
+raise an error with its rank and cause; see also the end of comm's text.
 """

@@ -5,12 +5,12 @@ make them raise, too, with the rank and its error:
 
     `run_on_all_ranks`, `failing_together`  for work after which all ranks meet: they exchange how
                                             it went, and go on or raise together
-    `Communicator.abort`                    anywhere else: the watchdogs end the waits of the other
-                                            ranks, which then may `regroup`
+    `Watchdog.abort`                        anywhere else: the watchdogs end the waits of the other
+                                            ranks, which may regroup under a Trainer
 
-All ranks raise errors of one kind, so that callers may decide by type and errno what all ranks do
-next: the lowest rank that failed decides it. A rank whose own error has its type and errno raises
-its own; any other rank raises one that is made from the description it has received.
+The lowest rank that failed decides what all ranks raise. A rank whose own error has its type and
+errno raises its own; any other rank raises one that is made from the description it has received:
+an OSError with the same errno, or else a RuntimeError.
 """
 
 from __future__ import annotations
@@ -85,7 +85,12 @@ def _exchange(
     result: _T, error: BaseException | None, gather: Gather, what: str | None
 ) -> list[_T]:
     own = None if error is None else _Failure.of(error, is_copied=what is None)
-    outcomes = gather((result, own))
+    try:
+        outcomes = gather((result, own))
+    except BaseException as failed:  # a rank has ended, or this one was interrupted
+        if error is not None:
+            raise error from failed
+        raise
     for rank, (_, failure) in enumerate(outcomes):
         if failure is None:
             continue

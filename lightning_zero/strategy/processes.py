@@ -254,9 +254,12 @@ class ProcessStrategy(ParallelStrategy):
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
 
-    def run_on_rank_zero(self, what: str, action: Callable[[], _T]) -> _T:
-        """As `run_on_all_ranks`, for rank 0 alone; returns its result. Collective."""
-        own: Callable[[], Any] = action if self.is_global_zero else lambda: None
+    def run_on_rank_zero(self, what: str, action: Callable[[], _T], *, otherwise: Any = None) -> _T:
+        """As `run_on_all_ranks`, for rank 0 alone; returns its result. Collective.
+
+        `otherwise`: result on another rank if ranks cannot communicate, after a failure.
+        """
+        own: Callable[[], Any] = action if self.is_global_zero else lambda: otherwise
         result: _T = run_on_all_ranks(own, gather=lambda one: [self.broadcast(one)], what=what)[0]
         return result
 

@@ -153,7 +153,8 @@ class Requeueing(_SignalConnector):
             _check_owner(path)
             return path, path.exists()
 
-        self.path, exists = strategy.run_on_rank_zero(f"check {path}", check)
+        own = (path, path.exists())
+        self.path, exists = strategy.run_on_rank_zero(f"check {path}", check, otherwise=own)
         if not exists:
             begins = "from scratch" if not start else f"from {start}"
             rank_zero_warn(

@@ -80,7 +80,8 @@ def _find(trainer: Trainer, ckpt_path: str, weights_only: bool | None) -> str | 
         )
         return None if path is None else str(path)
 
-    found: str | None = strategy.run_on_rank_zero(f"find the {ckpt_path} checkpoint", search)
+    what = f"find the {ckpt_path} checkpoint"
+    found: str | None = strategy.run_on_rank_zero(what, search, otherwise=ckpt_path)
     return found
 
 

@@ -358,6 +358,21 @@ def test_passes_that_alternate_are_recorded():
     assert awaited[-4:] == [0] * 4
 
 
+def test_a_rank_that_alone_has_dropped_its_schedules_is_an_error():
+    world = World(2, random.Random(0))
+
+    def program(rank):
+        one = Rank(world, rank)
+        for number in range(6):
+            one.evaluate_once(range(NUM_UNITS))
+            if number == 3 and rank == 0:
+                one.order.reset()  # after an exception that the other rank did not raise
+                one.unsharded.clear()
+
+    with pytest.raises(AssertionError, match="reached a different call"):
+        world.run(program)
+
+
 @pytest.mark.parametrize("odd_step", range(8, 12))
 def test_ranks_that_begin_different_known_passes_issue_no_different_events(odd_step):
     world = World(2, random.Random(odd_step))
@@ -371,7 +386,7 @@ def test_ranks_that_begin_different_known_passes_issue_no_different_events(odd_s
             one.change()
 
     # Not simulated: the thread of rounds, which ends the other rank's wait for data.
-    with pytest.raises((Deadlock, AssertionError), match="rounds|reached a different call"):
+    with pytest.raises((Deadlock, AssertionError), match=r"rounds|reached a different call"):
         world.run(program)
     assert all(one == other for one, other in zip(*world.issued, strict=False))
 
