@@ -40,16 +40,16 @@ class JointStep:
         shards.before_write()
         store = shards.ensure_master()
         self._master = store.fetch(0, store.numel)
-        parts = shards.split_by_slot(self._master)
+        parts = shards.layout.split(self._master)
         for index, mean in enumerate(means):  # reads may fail, before any parameter is changed
-            if isinstance(mean, LazyTensor) and shards.is_stepped[index]:
+            if isinstance(mean, LazyTensor) and shards.layout.is_stepped[index]:
                 means[index] = mean.read()
         for index, (parameter, part) in enumerate(zip(self._parameters, parts, strict=True)):
             unguard(parameter)
             parameter.grad = None
-            parameter.data = part.view(shards.step_shapes[index])
+            parameter.data = part.view(shards.layout.shapes[index])
             mean = means[index]
-            if mean is not None and shards.is_stepped[index]:
+            if mean is not None and shards.layout.is_stepped[index]:
                 parameter.grad = mean.to(self._master.device).view(parameter.data.shape)
 
     def store(self, *, is_changed: bool) -> None:
@@ -57,7 +57,7 @@ class JointStep:
         for parameter in self._parameters:
             parameter.grad = None
         if is_changed and self._master is not None:
-            parts = self._shards.split_by_slot(self._master)
+            parts = self._shards.layout.split(self._master)
             for parameter, part in zip(self._parameters, parts, strict=True):
                 if parameter.data_ptr() != part.data_ptr():  # `p.data = p.data - update`
                     part.copy_(parameter.data.reshape(-1))

@@ -62,7 +62,7 @@ class Masters:
         all-gather in flight.
         """
         store = self._store()
-        return [store.view(own.start, own.stop) for own in self._shards.own_ranges]
+        return [store.view(own.start, own.stop) for own in self._shards.layout.ranges]
 
     def _store(self) -> ShardStore:
         self._bucket.wait_for_all_steps()
@@ -78,7 +78,7 @@ class Masters:
         """
         shard = self.fetch()
         with torch.no_grad():
-            for index, part in enumerate(self._shards.split_by_slot(shard)):
+            for index, part in enumerate(self._shards.layout.split(shard)):
                 values = read(index, self._shards.owned(index))
                 if values is not None:
                     part.copy_(values.reshape(-1))
@@ -128,7 +128,7 @@ class Masters:
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)
         joined = torch.zeros(self._shards.master_or_param.numel, dtype=dtype, device=bucket.device)
-        for target, part in zip(self._shards.split_by_slot(joined), slices, strict=True):
+        for target, part in zip(self._shards.layout.split(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
         return self.all_gather_values(joined).views
@@ -152,5 +152,5 @@ class Masters:
         """
         shard = self.fetch()
         self._shards.before_write()
-        self._bucket.install_views(self._shards.split_by_slot(shard))
+        self._bucket.install_views(self._shards.layout.split(shard))
         return shard

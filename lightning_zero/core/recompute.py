@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.layout.recompute import _itself
 from lightning_zero.layout.units import LISTS, find_blocks
 
 __all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "outermost"]
@@ -155,6 +154,11 @@ class _CheckpointedForward:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.forward,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `forward`: pickles of checkpointed modules call it when they are loaded."""
+    return forward
 
 
 @contextmanager

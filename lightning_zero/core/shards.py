@@ -50,9 +50,6 @@ class Shards:
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Elements that this rank steps.
-        own_ranges: Elements that this rank steps, as indices into its shard, by slot.
-        step_shapes: Shape in which this rank steps them, by slot.
-        is_stepped: Whether this rank steps the slot or a slice of it, which may be empty, by slot.
         param_shard: Store of this rank's parameters: 1-D, own elements, parameter dtype. A slice of
             the unsharded buffer, or `all_gather_input`.
         all_gather_input: Store of the shard that an all-gather sends; None unless parameters are
@@ -79,8 +76,6 @@ class Shards:
         self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
-        self.own_ranges, self.step_shapes = self.layout.ranges, self.layout.shapes
-        self.is_stepped = self.layout.is_stepped
         self.param_shard: ShardStore
         self.all_gather_input: ShardStore | None
         self.master: ShardStore | None
@@ -105,10 +100,6 @@ class Shards:
     def has_tensor_owners(self) -> bool:
         """Whether each parameter is stepped as a full tensor by the one rank that owns it."""
         return not self.replicates_optim and self.plan.layout.has_tensor_owners
-
-    def split_by_slot(self, flat: Tensor) -> list[Tensor]:
-        """Splits a flat tensor of the elements that this rank steps into 1-D views, by slot."""
-        return self.layout.split(flat)
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
         """The elements of an unsharded buffer that this rank steps: 1-D, a view."""
@@ -177,12 +168,12 @@ class Shards:
     def sharded_views(self) -> list[Tensor]:
         """Sharded parameter views, by slot: 1-D slices of the master; empty if it is in a file."""
         if isinstance(self.master_or_param, MemoryShardStore):
-            return self.split_by_slot(self.master_or_param.tensor)
+            return self.layout.split(self.master_or_param.tensor)
         return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
 
     def master_view(self, index: int) -> Tensor:
         """Slot `index` in full precision: 1-D, own elements; a view, or a LazyTensor of a file."""
-        own = self.own_ranges[index]
+        own = self.layout.ranges[index]
         store = self.master_or_param
         return store.view(own.start, own.stop)
 
@@ -196,7 +187,7 @@ class Shards:
 
         The parameters follow the master.
         """
-        own = self.own_ranges[index]
+        own = self.layout.ranges[index]
         self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
@@ -288,7 +279,7 @@ class Shards:
 
         Elements that are still the rounded master leave the master as it is.
         """
-        own = self.own_ranges[index]
+        own = self.layout.ranges[index]
         self.num_slot_writes[index] += 1
         if not own:
             return
@@ -320,7 +311,7 @@ class Shards:
         """
         device = self.storage.step_device(self.plan.tiers.optim)
         owned = self.owned(index)
-        part = read_flat(full, owned.start, owned.stop).view(self.step_shapes[index])
+        part = read_flat(full, owned.start, owned.stop).view(self.layout.shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 
@@ -333,12 +324,12 @@ class Shards:
 
     def state_view(self, index: int, key: str) -> Tensor:
         """Optimizer state `key` of slot `index`, 1-D; reads its file when it is used."""
-        own = self.own_ranges[index]
+        own = self.layout.ranges[index]
         return self.state_stores[key].view(own.start, own.stop)
 
     def adopt_state(self, index: int, state: dict[str, Any]) -> None:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
-        own = self.own_ranges[index]
+        own = self.layout.ranges[index]
         for key, value in state.items():
             if is_elementwise_state(value, len(own)) and not isinstance(value, LazyTensor):
                 self.state_store(key, value.dtype).write(own.start, value)

@@ -10,7 +10,6 @@
     foreign_names  checks of names that come from a checkpoint
     sizes       numbers with units
     units       modules whose parameters are unsharded together
-    recompute   a function that pickles name
     plan        a module divided into units and buckets
     memory      `MemoryReport`: bytes by tier and state
 

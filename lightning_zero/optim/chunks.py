@@ -123,7 +123,7 @@ class BucketStep:
         self.grads: dict[int, Tensor] = {}
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
-            is_stepped = bucket.shards.is_stepped[index] and parameter in clone.group_of
+            is_stepped = bucket.shards.layout.is_stepped[index] and parameter in clone.group_of
             if grad is not None and is_stepped:
                 self.grads[index] = grad
         self._move_states()
@@ -214,7 +214,7 @@ class ChunkStep:
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None
         parameter = self.bucket_step.bucket.parameters[index]
-        own = self._shards.own_ranges[index]
+        own = self._shards.layout.ranges[index]
         here = slice(part.start - self.chunk.start, part.stop - self.chunk.start)
         if GRAD in self._memory:
             grad = self._memory[GRAD][here]
@@ -229,7 +229,7 @@ class ChunkStep:
                 for key, value in state.items()
             }
         if len(part) == len(own):
-            shape = self._shards.step_shapes[index]
+            shape = self._shards.layout.shapes[index]
             data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
@@ -249,7 +249,7 @@ class ChunkStep:
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
             return
         shards, start = self._shards, self.chunk.start
-        own = shards.own_ranges[index]
+        own = shards.layout.ranges[index]
         new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files
         for key, value in stepped.state.items():
             buffer = self._memory.get(f"state.{key}")

@@ -216,7 +216,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
 
 def _is_stepped(parameter: Tensor) -> bool:
     placement = placement_of(parameter)
-    return bucket_of(placement).shards.is_stepped[placement.index]
+    return bucket_of(placement).shards.layout.is_stepped[placement.index]
 
 
 def _check_states(
@@ -395,7 +395,7 @@ def gather_owned_state_specs(optimizer: Optimizer, buckets: Sequence[Bucket]) ->
         (number, index): tree_map(TensorSpec.of, flatten_composites(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
-        if bucket.shards.is_stepped[index] and parameter in states
+        if bucket.shards.layout.is_stepped[index] and parameter in states
     }
     known: dict[tuple[int, int], Any] = {}
     for of_rank in own_buckets[0].comm.control.gather_objects(own):
