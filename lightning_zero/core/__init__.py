@@ -9,7 +9,7 @@ Imports record, layout, tensors, health, comm and tiers.
     reducer       `Reducer`: which buckets a backward reduces, and the means at its end
     hooks         hooks of modules and autograd, which call the schedule
     bucket        `Bucket`: parameters that are communicated together, and what happens when
-    wrapping      parameters when a bucket takes them over, and when it gives them back
+    wrapping      parameters as a bucket wraps and unwraps them
     shards        stores of a bucket's shards on this rank
     masters       a bucket's elements in full precision: loaded, stored, gathered
     held_views    views of unsharded parameters that users and graphs hold

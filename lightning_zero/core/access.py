@@ -37,6 +37,7 @@ def gathered(
             main parameters and parameters. Other ranks may change nothing, or make the same
             changes. The parameters are views of the main parameters, in full precision. Without
             `writeback` they have the values that the module computes with, and must not be changed.
+            Inside another such context, the changes are broadcast when the outer one ends.
         from_rank: Rank whose values are kept with `writeback`; the same on every rank.
 
     Raises:
@@ -53,7 +54,8 @@ def gathered(
         accesses[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
-            stack.enter_context(_writable([one.bucket for one in accesses], from_rank))
+            buckets = [one.bucket for one in accesses if not one.bucket.has_views_installed]
+            stack.enter_context(_writable(buckets, from_rank))
         else:
             for access in accesses:
                 stack.enter_context(access.reading())

@@ -360,8 +360,9 @@ class Bucket:
         Without `has_grads`, `.grad` is None until `leave_step`.
         """
         self._before_step()
-        self._joint.begin(has_grads=has_grads)
-        self._set_phase(Phase.STEP)
+        master, grads = self._joint.read(has_grads=has_grads)
+        self._set_phase(Phase.STEP)  # so that `reset` restores what `begin` has changed
+        self._joint.begin(master, grads, has_grads=has_grads)
 
     def leave_step(self, *, is_changed: bool, all_gathers: bool = True) -> None:
         """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective.
@@ -415,14 +416,18 @@ class Bucket:
         self._num_pins -= 1
 
     def install_views(self, views: Sequence[Tensor]) -> None:
-        """Points the parameters at `views`, by slot, plain, until `uninstall_views`."""
+        """Points the parameters at `views`, by slot, plain, until `uninstall_views`.
+
+        Not while other views are installed.
+        """
+        assert not self.has_views_installed
         self.wait_for_unshard()
         self.pin()
         self.has_views_installed = True
         set_plain_data(self.parameters, views)
 
     def uninstall_views(self) -> None:
-        """Points the parameters where they pointed before `install_views`."""
+        """Points the parameters at the tensors of their phase again."""
         self.unpin()
         self.has_views_installed = False
         self.restore_data_pointers()

@@ -30,27 +30,47 @@ class JointStep:
         # `.grad` of all parameters, inside a step without gradients.
         self._saved_grads: list[Tensor | None] | None = None
 
-    def begin(self, *, has_grads: bool) -> None:
-        """Points the parameters at their slices; without `has_grads`, `.grad` is None."""
-        shards, grads = self._shards, self._grads
+    def read(self, *, has_grads: bool) -> tuple[Tensor, list[Tensor | None]]:
+        """What a step needs: the master, and the main gradients by slot. Changes no parameter.
+
+        Reads, copies between devices and allocations happen here, so `begin` does not fail.
+
+        Returns:
+            The master, 1-D; and for each slot its gradient in the shape and on the device of the
+            stepped slice, or None, without `has_grads` everywhere.
+        """
+        shards = self._shards
         means: list[Tensor | None] = [None] * len(self._parameters)
-        self._saved_grads = None if has_grads else grads.param_grads.read()
         if has_grads:
-            means = grads.fetch_all(shards.plan.master_dtype)
+            means = self._grads.fetch_all(shards.plan.master_dtype)
         shards.before_write()
         store = shards.ensure_master()
-        self._master = store.fetch(0, store.numel)
-        parts = shards.layout.split(self._master)
-        for index, mean in enumerate(means):  # reads may fail, before any parameter is changed
-            if isinstance(mean, LazyTensor) and shards.layout.is_stepped[index]:
-                means[index] = mean.read()
-        for index, (parameter, part) in enumerate(zip(self._parameters, parts, strict=True)):
+        master = store.fetch(0, store.numel)
+        grads: list[Tensor | None] = []
+        for index, mean in enumerate(means):
+            if mean is None or not shards.layout.is_stepped[index]:
+                grads.append(None)
+                continue
+            mean = mean.read() if isinstance(mean, LazyTensor) else mean
+            grads.append(mean.to(master.device).view(shards.layout.shapes[index]))
+        return master, grads
+
+    def begin(self, master: Tensor, grads: Sequence[Tensor | None], *, has_grads: bool) -> None:
+        """Points the parameters at their slices of `master`, and `.grad` at `grads`, by slot.
+
+        Without `has_grads`, `.grad` is None, and its value is restored after the step.
+        """
+        self._saved_grads = None if has_grads else self._grads.param_grads.read()
+        parts = self._shards.layout.split(master)
+        shapes = self._shards.layout.shapes
+        for parameter, part, shape, grad in zip(
+            self._parameters, parts, shapes, grads, strict=True
+        ):
             unguard(parameter)
             parameter.grad = None
-            parameter.data = part.view(shards.layout.shapes[index])
-            mean = means[index]
-            if mean is not None and shards.layout.is_stepped[index]:
-                parameter.grad = mean.to(self._master.device).view(parameter.data.shape)
+            parameter.data = part.view(shape)
+            parameter.grad = grad
+        self._master = master  # `store` reads the parameters only if all of them are slices
 
     def store(self, *, is_changed: bool) -> None:
         """Ends the step: stores changed slices, and drops the gradients of the step."""

@@ -77,6 +77,7 @@ class Masters:
         dtype, or None to leave the slot as it is. Every rank must load the same slots.
         """
         shard = self.fetch()
+        self._shards.before_write()
         with torch.no_grad():
             for index, part in enumerate(self._shards.layout.split(shard)):
                 values = read(index, self._shards.owned(index))

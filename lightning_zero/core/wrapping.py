@@ -1,4 +1,4 @@
-"""Parameters when a bucket takes them over, and when it gives them back."""
+"""Wraps parameters in a bucket, and unwraps them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ __all__ = ["full_precision_copy", "unwrap_parameters", "wrap_parameters"]
 
 
 class _Unfinished:
-    """Holder of a parameter until its engine is complete; every use of it is an error."""
+    """Holder of a parameter until its engine is complete; every use of it is an error.
+
+    It stays the holder if the engine cannot be built.
+    """
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
@@ -37,9 +40,10 @@ class _Unfinished:
 
     def refuse(self, _: str = "") -> NoReturn:
         raise RuntimeError(
-            f"parameter {self._name} is used while an engine is being built that holds it; use it "
-            "before the engine is built, or after. reset_parameters() of a module must only set "
-            "the module's own parameters."
+            f"parameter {self._name} is held by an engine that is being built, or could not be "
+            "built. Use it before or after the construction of an engine; after a failed one, make "
+            "a new module. reset_parameters() of a module must only set the module's own "
+            "parameters."
         )
 
 

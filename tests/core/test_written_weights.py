@@ -120,6 +120,13 @@ def _write_from(rank, world_size, stage):
         if rank == last:
             module[2].bias.data = torch.ones(2)
     assert torch.equal(_values(module)[-1], torch.ones(2))
+    with torch.no_grad(), gathered(module, writeback=True, from_rank=last):
+        with gathered(module[2], writeback=True, from_rank=last):
+            if rank == last:
+                module[2].bias.fill_(7)
+        module[1].bias.fill_(0.25)
+    _, _, second, _, last_bias = _values(module)
+    assert (second.unique().tolist(), last_bias.unique().tolist()) == ([0.25], [7])
     engine.backward(module(torch.ones(2, 4)).sum())
     engine.step()  # from the values that were written, on every rank
     states = engine.comm.control.gather_objects([v.tolist() for v in _values(module)])

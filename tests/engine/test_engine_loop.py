@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import weakref
 from functools import cache
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig
+from lightning_zero.tensors.guarded import unguard
 from tests.support.fitting import arrays
 from tests.support.ranks import run_ranks
 
@@ -440,6 +442,57 @@ def _go_on_after_exception(rank, world_size, stage, place):
 @pytest.mark.parametrize("place", ["forward", "backward"])
 def test_after_an_exception_nothing_stays_unsharded_and_training_goes_on_as_ddp(place, stage):
     assert_same(run_ranks(2, _go_on_after_exception, stage, place), reference(2))
+
+
+class Counting(torch.optim.SGD):
+    """Steps all parameters in one call, because it counts its steps."""
+
+    num_steps = 0
+
+    def step(self, closure=None):
+        self.num_steps += 1
+        super().step(closure)
+
+
+def _go_on_after_an_interrupted_step(rank, world_size, stage):
+    module, _ = build()
+    expected, _ = build()
+    optimizer, plain = Counting(module.parameters(), lr=0.1), Counting(expected.parameters(), 0.1)
+    engine = engine_for(module, [optimizer], stage)
+
+    def train(step):
+        engine.backward(module(batch(0, step)))
+        engine.step()
+
+    train(0)
+    engine.zero_grad()
+    number = itertools.count()
+
+    def interrupted(parameter):
+        if next(number) == 2:
+            raise MemoryError("in the middle of the bucket")
+        unguard(parameter)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_zero.core.joint_step.unguard", interrupted)
+        with pytest.raises(MemoryError):
+            train(1)
+    engine.reset()
+    engine.zero_grad()
+    copied = copy.deepcopy(module)
+    train(2)
+    engine.close()
+    for step in (0, 2):
+        plain.zero_grad()
+        expected(batch(0, step)).backward()
+        assert step == 0 or all(map(torch.equal, copied.parameters(), expected.parameters()))
+        plain.step()
+    assert_same_state(arrays(module.state_dict()), arrays(expected.state_dict()))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_step_that_ends_while_parameters_are_pointed_at_shards_is_undone(stage):
+    run_ranks(2, _go_on_after_an_interrupted_step, stage)
 
 
 def _without_group(rank, world_size):
