@@ -17,7 +17,6 @@ Imports record, layout, tensors, health, comm and tiers.
     joint_step    a step of all slots of a bucket at once
     gradients     gradients of a bucket, from autograd's tensors to the main gradient
     param_grads   `.grad` of a bucket's parameters
-    transforms    transforms of torch.func, in which parameters stay as they are
     bucket_access what a parameter calls when code outside of the engine uses it
     norm          norms of sharded gradients, and clipping
     access        `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks

@@ -49,6 +49,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,6 @@ from lightning_zero.core.joint_step import JointStep
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
-from lightning_zero.core.transforms import active_transforms, check_outside_transform
 from lightning_zero.core.user_writes import UserWrites
 from lightning_zero.core.wrapping import full_precision_copy, unwrap_parameters, wrap_parameters
 from lightning_zero.layout.plan import BucketPlan
@@ -70,7 +70,10 @@ from lightning_zero.tensors.guarded import guard, set_plain_data
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
-__all__ = ["Bucket", "Phase", "Shared"]
+__all__ = ["Bucket", "BucketResources", "Phase"]
+
+# Active transforms of torch.func, the innermost last; None if there are none.
+_active_transforms: Callable[[], list[Any] | None] = torch._C._functorch.get_interpreter_stack
 
 
 class Phase(Enum):
@@ -83,7 +86,7 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class Shared:
+class BucketResources:
     """Objects that the buckets of one engine share."""
 
     comm: Communicator
@@ -130,7 +133,7 @@ class Bucket:
         self,
         plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
-        shared: Shared,
+        shared: BucketResources,
         *,
         grad_dtype: torch.dtype,
         filled: FlatBuffer | None = None,
@@ -165,7 +168,9 @@ class Bucket:
         self._make_parts(shared, grad_dtype, filled)
         self._wrap(filled)
 
-    def _make_parts(self, shared: Shared, dtype: torch.dtype, filled: FlatBuffer | None) -> None:
+    def _make_parts(
+        self, shared: BucketResources, dtype: torch.dtype, filled: FlatBuffer | None
+    ) -> None:
         """Makes the buffer, shards and gradients (of `dtype`), and the access to values."""
         plan, storage = self.plan, shared.queue.storage
         buffer = filled
@@ -228,7 +233,13 @@ class Bucket:
 
     def check_outside_transform(self) -> None:
         """Raises inside a transform of torch.func that differentiates."""
-        check_outside_transform(self.plan.layout.slots[0].name)
+        kinds = torch._C._functorch.TransformType
+        if any(one.key() in (kinds.Grad, kinds.Jvp) for one in _active_transforms() or ()):
+            raise RuntimeError(
+                "a transform of torch.func (grad, vjp, jvp, jacrev or similar) uses parameter "
+                f"{self.plan.layout.slots[0].name}, or one of the same bucket, which is sharded; "
+                "run the transform inside `with lightning_zero.gathered(module):`."
+            )
 
     def unshard(self) -> None:
         """Issues the all-gather of the parameters. Collective, also if they are unsharded already.
@@ -292,7 +303,7 @@ class Bucket:
         """
         if not self.shards_params or self.phase is Phase.SHARDED or self._num_pins:
             return
-        if active_transforms() is not None:
+        if _active_transforms() is not None:
             return
         self.wait_for_unshard()
         self.sync_writes()

@@ -53,6 +53,10 @@ class BucketAccess:
         self.device = bucket.device
         self.wait_for_update = bucket.wait_for_update
         self._unshard_out_of_order = unshard_out_of_order
+
+    def install(self) -> None:
+        """Makes this object the holder of the bucket's parameters."""
+        bucket = self.bucket
         for parameter in bucket.parameters:
             placement = dataclasses.replace(
                 placement_of(parameter),

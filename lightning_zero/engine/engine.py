@@ -26,7 +26,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.construction.materialize import check_can_materialize, materialize
-from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
@@ -154,7 +154,7 @@ class Engine:
             self.schedule = Schedule(module, units, self.buckets, comm, config)
             self.lockstep = Lockstep(self.schedule, comm)
             for bucket in self.buckets:
-                BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order)
+                BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order).install()
             self._hooks = Hooks(module, self.buckets, self.schedule)
             self._is_ready = True
             self.optimizers = AttachedOptimizers(
@@ -182,7 +182,7 @@ class Engine:
         units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
         plans = self.plan.buckets
         unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
-        shared = Shared(self.comm, GradQueue(self.storage), self.worker)
+        shared = BucketResources(self.comm, GradQueue(self.storage), self.worker)
         built: dict[int, Bucket] = {}
         for index, filled in materialize(self.module, plans, self.device, self.comm):
             built[index] = self._bucket(plans[index], unit_of[index], shared, filled)
@@ -194,7 +194,7 @@ class Engine:
         return units, buckets
 
     def _bucket(
-        self, plan: BucketPlan, unit: Unit, shared: Shared, filled: FlatBuffer | None
+        self, plan: BucketPlan, unit: Unit, shared: BucketResources, filled: FlatBuffer | None
     ) -> Bucket:
         named = parameters_by_name(self.module)
         parameters = [named[slot.name] for slot in plan.layout.slots]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.bucket import Bucket, Shared
+from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.masters import Masters
 from lightning_zero.engine.engine import Engine
@@ -78,10 +78,10 @@ class Shadow:
                 tiers=BucketTiers(param=_tier(bucket, device)),
             ),
             [named[slot.name] for slot in plan.layout.slots],
-            Shared(bucket.comm, queue, self._engine.worker),
+            BucketResources(bucket.comm, queue, self._engine.worker),
             grad_dtype=dtype,
         )
-        BucketAccess(copy, self._engine.lockstep, _raise_sharded)
+        BucketAccess(copy, self._engine.lockstep, _raise_sharded).install()
         return copy
 
     @contextmanager
