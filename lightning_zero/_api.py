@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_zero.activations import offload_activations
 from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
 from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
+from lightning_zero.core.guard import NonfiniteGradientError, NonfiniteGradientWarning
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
@@ -15,6 +16,8 @@ from lightning_zero.strategy.strategy import ZeroStrategy
 __all__ = [
     "Engine",
     "MemoryReport",
+    "NonfiniteGradientError",
+    "NonfiniteGradientWarning",
     "OffloadConfig",
     "ZeroConfig",
     "ZeroStrategy",

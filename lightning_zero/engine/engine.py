@@ -28,6 +28,7 @@ from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.construction.materialize import check_can_materialize, materialize
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
+from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
@@ -211,6 +212,11 @@ class Engine:
             bucket.masters.load(values_reader(awaited))
         return bucket
 
+    @property
+    def guard(self) -> NonfiniteGuard:
+        """Guard against non-finite gradients, with its last report."""
+        return self.schedule.reducer.guard
+
     def _before_collective(self, name: str) -> None:
         """Has all ranks issue collective `name` together, also if some are still in a pass."""
         if self._is_ready:
@@ -230,15 +236,21 @@ class Engine:
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs `loss.backward(...)` and averages gradients over ranks. Collective."""
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.backward_context(retain_graph=retain_graph):
+        with self.backward_context(retain_graph=retain_graph, loss=loss):
             loss.backward(*args, **kwargs)
 
-    def backward_context(self, *, retain_graph: bool = False) -> AbstractContextManager[None]:
+    def backward_context(
+        self, *, retain_graph: bool = False, loss: Tensor | None = None, has_scaler: bool = False
+    ) -> AbstractContextManager[None]:
         """Context for a backward that the caller runs itself.
 
         Args:
             retain_graph: Whether another backward through the same graph follows.
+            loss: Loss for reports of non-finite gradients. None: they leave it out.
+            has_scaler: Whether a loss scaler skips steps with non-finite gradients, so that
+                `on_nonfinite` only reports them.
         """
+        self.guard.note_loss(loss, has_scaler=has_scaler)
         reduces = not self.schedule.is_accumulating
         if reduces:
             self.optimizers.read_ahead()

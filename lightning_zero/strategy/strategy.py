@@ -180,6 +180,13 @@ class ZeroStrategy(EngineStrategy):
             form a shard group; each group holds all shards. It must divide the number of ranks.
             "node": the ranks that the launcher starts on a node, so that only gradient shards cross
             the links between nodes. None: all ranks. Stages 1 to 3.
+        on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
+            infinity in a gradient. All ranks name its rank, parameter and micro-batch, and then
+            take the step ("warn"), raise an error before it ("stop"), or leave it out ("skip").
+            With "16-mixed" the loss scaler decides, and all but None warn. None: gradients are not
+            looked at. All stages.
+        max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
+            With `on_nonfinite="skip"`.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more
@@ -244,6 +251,8 @@ class ZeroStrategy(EngineStrategy):
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
         sharding_group_size: int | str | None = None,
+        on_nonfinite: str | None = "warn",
+        max_skips: int = 10,
         checkpoint: CheckpointType = "auto",
         async_save: bool = False,
         check_memory: bool = True,
