@@ -26,6 +26,7 @@ import cmath
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ from torch import Tensor
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.record import streams
+from lightning_zero.record.streams import Event
 
 __all__ = [
     "NonfiniteGradient",
@@ -60,6 +63,7 @@ class NonfiniteGradient:
     Attributes:
         rank: Rank whose gradient it is.
         parameter: Name of the parameter.
+        step: Number of the step, from 0 when the engine was built.
         micro_batch: Number of the backward in its step, from 0.
         num_nan: Elements that are NaN. None: at least one, not counted on a device.
         num_inf: Elements that are infinite. None: as `num_nan`, unless there are NaNs.
@@ -68,6 +72,7 @@ class NonfiniteGradient:
 
     rank: int
     parameter: str
+    step: int
     micro_batch: int
     num_nan: int | None
     num_inf: int | None
@@ -90,8 +95,8 @@ class NonfiniteReport:
     """Non-finite gradients of one backward or of several, the same on every rank.
 
     Attributes:
-        step: Number of the step, from 0 when the engine was built.
-        found: Non-finite gradients by rank; a parameter is listed once per rank and step.
+        step: Number of the first step, from 0 when the engine was built.
+        found: Non-finite gradients, in order; a parameter is listed once per rank and step.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
     """
 
@@ -111,16 +116,21 @@ class NonfiniteReport:
         )
 
 
-@dataclass(frozen=True)
-class _Look:
-    """Result of a look that is still on its way from the device."""
+class _Look(NamedTuple):
+    """Gradient at which a rank has looked."""
 
     step: int
     micro_batch: int
     bucket: Bucket
-    slots: list[int]
-    maxima: Tensor  # on the CPU once `copied` has happened; one element per slot
-    copied: torch.Event
+    slot: int
+
+
+class _Copy(NamedTuple):
+    """Results of looks that are on their way from the device."""
+
+    looks: list[_Look]
+    maxima: Tensor  # on the CPU, pinned; one element for each look
+    copied: Event
 
 
 class NonfiniteGuard:
@@ -130,6 +140,7 @@ class NonfiniteGuard:
         policy: "warn", "stop", "skip"; None: gradients are not looked at.
         last_report: The last report, the same on every rank; None: there was none.
         num_skipped: Steps that were skipped.
+        step: Number of the step that the last backward belongs to, from 0.
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
 
@@ -144,11 +155,13 @@ class NonfiniteGuard:
         self._control = control
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
-        self._step, self._micro_batch = 0, -1
+        self.step, self._micro_batch = 0, -1
         self._next_loss: Tensor | None = None  # of the backward that begins next
         self._losses: dict[tuple[int, int], Tensor | None] = {}  # by step and micro-batch
         self._has_scaler = False
-        self._looks: list[_Look] = []
+        self._looks: list[_Look] = []  # looked at on a device since the last copy
+        self._maxima: list[Tensor] = []  # of these: 0-dim
+        self._copies: list[_Copy] = []
         self._found: list[NonfiniteGradient] = []  # not reported yet
         self._named: set[str] = set()  # parameters found in this step
         self._listeners: list[Callable[[NonfiniteReport], None]] = []
@@ -156,10 +169,6 @@ class NonfiniteGuard:
     def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
         """Calls `listener` with each report, on every rank, before an error is raised. Local."""
         self._listeners.append(listener)
-
-    def remove_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
-        """Reverses `add_listener`. Local."""
-        self._listeners.remove(listener)
 
     def note_loss(self, loss: Tensor | None, *, has_scaler: bool) -> None:
         """Notes the loss of the next backward. Local.
@@ -175,16 +184,16 @@ class NonfiniteGuard:
             if not self.skips_step:
                 self._num_in_a_row = 0
             self.skips_step = False
-            self._step, self._micro_batch = self._step + 1, -1
+            self.step, self._micro_batch = self.step + 1, -1
             self._named.clear()
-            self._losses = {key: v for key, v in self._losses.items() if key[0] == self._step - 1}
+            self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
         self._micro_batch += 1
-        self._losses[self._step, self._micro_batch] = self._next_loss
+        self._losses[self.step, self._micro_batch] = self._next_loss
         self._next_loss = None
 
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
-        self._looks, self._found = [], []
+        self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
         self.skips_step = False
 
@@ -195,10 +204,11 @@ class NonfiniteGuard:
         buffer, is_local = bucket.grads.unsharded_grads, bucket.grads.is_local
         if self.policy is None or buffer is None:
             return
-        slots = [index for index, is_own in enumerate(is_local) if is_own]
-        views = [buffer.views[index].detach() for index in slots]
-        if not views:
+        views = [view.detach() for view in buffer.views]
+        slots = [i for i, view in enumerate(views) if is_local[i] and view.numel()]
+        if not slots:
             return
+        views = [views[index] for index in slots]
         if buffer.tensor.device.type != "cpu":
             self._look_later(bucket, slots, views)
             return
@@ -208,7 +218,8 @@ class NonfiniteGuard:
         for index, view in zip(slots, views, strict=True):
             num_nan, num_inf = int(view.isnan().sum()), int(view.isinf().sum())
             if num_nan or num_inf:
-                self._add(bucket, index, self._micro_batch, num_nan, num_inf)
+                look = _Look(self.step, self._micro_batch, bucket, index)
+                self._add(look, num_nan, num_inf)
 
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
@@ -218,37 +229,51 @@ class NonfiniteGuard:
 
     def _look_later(self, bucket: Bucket, slots: list[int], views: list[Tensor]) -> None:
         """Begins a look on a device, without waiting for it."""
-        maxima = torch.stack(torch._foreach_norm(views, torch.inf)).float()
+        step, micro_batch = self.step, self._micro_batch
+        self._looks += [_Look(step, micro_batch, bucket, slot) for slot in slots]
+        self._maxima += torch._foreach_norm(views, torch.inf)
+
+    def _copy_maxima(self) -> None:
+        """Begins to copy the results of looks on a device to the CPU."""
+        if not self._maxima:
+            return
+        maxima = torch.stack([maximum.double() for maximum in self._maxima])
         on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
         on_cpu.copy_(maxima, non_blocking=True)
-        copied = torch.Event(views[0].device)
+        copied = streams.make_event()
         copied.record()
-        self._looks.append(_Look(self._step, self._micro_batch, bucket, slots, on_cpu, copied))
+        self._copies.append(_Copy(self._looks, on_cpu, copied))
+        self._looks, self._maxima = [], []
 
     def _receive(self, *, waits: bool) -> None:
         """Takes the results of earlier looks on a device."""
-        looks, self._looks = self._looks, []
-        for one in looks:
+        copies, self._copies = self._copies, []
+        for one in copies:
             if waits:
                 one.copied.synchronize()
             elif not one.copied.query():
-                self._looks.append(one)
+                self._copies.append(one)
                 continue
-            for index, maximum in zip(one.slots, one.maxima.tolist(), strict=True):
+            for look, maximum in zip(one.looks, one.maxima.tolist(), strict=True):
                 if maximum != maximum:
-                    self._add(one.bucket, index, one.micro_batch, None, 0)
+                    self._add(look, None, 0)
                 elif maximum == torch.inf:
-                    self._add(one.bucket, index, one.micro_batch, 0, None)
+                    self._add(look, 0, None)
 
-    def _add(
-        self, bucket: Bucket, index: int, micro_batch: int, num_nan: int | None, num_inf: int | None
-    ) -> None:
-        slot = bucket.plan.layout.slots[index]
+    def _add(self, look: _Look, num_nan: int | None, num_inf: int | None) -> None:
+        slot = look.bucket.plan.layout.slots[look.slot]
         if slot.name not in self._named:
             self._named.add(slot.name)
+            rank = self._control.rank
             self._found.append(
                 NonfiniteGradient(
-                    self._control.rank, slot.name, micro_batch, num_nan, num_inf, slot.numel
+                    rank,
+                    slot.name,
+                    look.step,
+                    look.micro_batch,
+                    num_nan,
+                    num_inf,
+                    slot.numel,
                 )
             )
 
@@ -260,7 +285,10 @@ class NonfiniteGuard:
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
         decides = self.policy in ("stop", "skip") and not self._has_scaler
-        self._receive(waits=ends_step and decides)
+        self._receive(waits=False)  # of backwards before this one
+        self._copy_maxima()
+        if ends_step and decides:
+            self._receive(waits=True)
         return bool(self._found)
 
     def report(self) -> None:
@@ -269,16 +297,16 @@ class NonfiniteGuard:
         Raises:
             NonfiniteGradientError: With "stop", or after more than `max_skips` skipped steps.
         """
+        self._copy_maxima()
         self._receive(waits=True)
         losses = {key: _float_of(loss) for key, loss in self._losses.items()}
         found, self._found = self._found, []
         by_rank = self._control.gather_objects((found, losses))
         everything = [one for own, _ in by_rank for one in own]
-        first = min(everything, key=lambda one: one.micro_batch).micro_batch
-        everything.sort(key=lambda one: one.micro_batch != first)  # stable: by rank
-        key = (self._step, first)
+        everything.sort(key=lambda one: (one.step, one.micro_batch, one.rank))
+        key = everything[0].step, everything[0].micro_batch
         report = NonfiniteReport(
-            self._step, tuple(everything), tuple(own.get(key) for _, own in by_rank)
+            key[0], tuple(everything), tuple(own.get(key) for _, own in by_rank)
         )
         self.last_report = report
         text = str(report)

@@ -342,12 +342,14 @@ class OptimizerStep:
             for parameter in self._members():
                 parameter.grad = None
         stand_in = object.__new__(type(self.optimizer))
-        vars(stand_in).update(vars(self.optimizer))
-        stand_in.state = self.optimizer.state.copy()
-        stand_in.param_groups = [
-            {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
-            for group in self.optimizer.param_groups
-        ]
+        vars(stand_in).update(
+            vars(self.optimizer),
+            state=self.optimizer.state.copy(),
+            param_groups=[
+                {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
+                for group in self.optimizer.param_groups
+            ],
+        )
         self._is_inside = self._is_skipping = True
         return (stand_in, *args[1:]), kwargs
 

@@ -122,6 +122,7 @@ def _warn(rank, world_size, stage, tier, policy):
 
 
 @pytest.mark.default_cases("0-device", "1-device", "3-device", "2-cpu")
+@pytest.mark.shows("`on_nonfinite`")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
     warned = run_ranks(2, _warn, stage, tier, "warn")
