@@ -9,6 +9,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
                       module after a fit
     saving            saving and loading of checkpoints, full and sharded
+    finite            checkpoints with and without non-finite parameters
     processes         identity and connection of ranks, and collectives on WORLD
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes
