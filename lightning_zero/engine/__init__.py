@@ -4,6 +4,7 @@
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
     counting      bytes held, for `memory_report`
+    fingerprints  fingerprints of what several ranks hold, compared between them
     consistency   descriptions that must be the same on every rank
 
 Begin with `engine`.

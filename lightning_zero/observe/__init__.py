@@ -5,6 +5,8 @@ Imports `record`, `layout`, `checkpoint` and `strategy`. The only package that i
     monitor     `ZeroMonitor`, the callback, and the monitor of one fit
     metrics     metrics of a recorded step, and throughput between two of them
     report      `MemoryTable`, and the report at the end of a job
+    audit       `Audit`: compares the ranks, and the engine with plain data parallel
+    replica     the plain replica of that comparison
     tables      text in columns, fitted to the width of the terminal
     recordings  files of recordings, and traces in the Trace Event Format for Perfetto
     plots       plots of a step and of memory
