@@ -2,6 +2,7 @@
 
 from lightning_zero.observe.audit import Audit
 from lightning_zero.observe.monitor import ZeroMonitor
+from lightning_zero.observe.nonfinite_trace import NonfiniteTrace
 from lightning_zero.observe.report import MemoryTable
 
-__all__ = ["Audit", "MemoryTable", "ZeroMonitor"]
+__all__ = ["Audit", "MemoryTable", "NonfiniteTrace", "ZeroMonitor"]
