@@ -213,11 +213,6 @@ strategy.strategy self._checkpoint_io.checkpoint_io
 tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning
 SET_FROM_OUTSIDE = """
-activations known.num_uses
-checkpoint.dcp_metadata record.state
-checkpoint.dcp_writer plan_cache.entries
-checkpoint.dcp_writer self.plan_cache.metadata
-cli.io_bench store.block_bytes
 core.hooks call.awaited
 core.hooks call.input_keys
 core.hooks unit.module
@@ -251,10 +246,6 @@ optim.state_view view.raw
 optim.step self._view.raw
 planner.trace counter.high
 planner.trace recorder.counter.high
-record.recorder span.start
-tensors.full_view view._source
-tiers.grad_offload pending.transfer
-tiers.pipeline slot.job
 """  # ours: this list only ever gets shorter
 
 
