@@ -504,7 +504,8 @@ def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
             f'unshard_after_fit="auto": the full module takes {needed / _GIB:.3g} GiB more on each '
             f"of {local_world_size()} rank(s) of a node, and less than twice that is free for "
             "each: its parameters are dropped. Load them from a checkpoint with "
-            "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
+            "lightning_zero.load_from_checkpoint(Model, path) or ckpt_path=path; "
+            "unshard_after_fit=True keeps them."
         )
     return fits
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -71,6 +70,7 @@ from lightning_zero.strategy.engine_strategy import (
     UnshardAfterFit,
     run_state,
 )
+from lightning_zero.strategy.loading import is_download
 from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
@@ -83,24 +83,12 @@ from lightning_zero.strategy.saving import (
     Saving,
     SavingCallback,
     ZeroCheckpointIO,
-    is_download,
     is_user_io,
 )
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
 
 __all__ = ["ZeroStrategy"]
-
-# Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
-_REGISTERED: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
-    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
-}
 
 # Callbacks may keep other tensors of a checkpoint while its file is replaced.
 _COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
@@ -316,17 +304,6 @@ class ZeroStrategy(EngineStrategy):
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
-
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, settings in _REGISTERED.items():
-            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
-                if name + suffix not in strategy_registry:
-                    description = f"ZeRO {settings}, processes started by {start_method}"
-                    strategy_registry.register(
-                        name + suffix, cls, description, start_method=start_method, **settings
-                    )
 
     # ---------------------------------------------------------------- a run
 
