@@ -21,13 +21,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_zero.health.watchdog import DesynchronizedError, summary
-from lightning_zero.health.world import gather_objects
 
 __all__ = ["Gather", "PeerFailedError", "failing_together", "run_on_all_ranks"]
 
 _T = TypeVar("_T")
-# Returns every rank's picklable object, by rank, on every rank: a function of WORLD, of an engine's
-# control plane or of a `Channel`.
+# Returns every rank's picklable object, by rank, on every rank: a method of a strategy, of an
+# engine's control plane or of a `Channel`.
 Gather = Callable[[Any], Sequence[Any]]
 
 
@@ -39,7 +38,7 @@ class PeerFailedError(DesynchronizedError):
 
 
 def run_on_all_ranks(
-    action: Callable[[], _T], *, gather: Gather = gather_objects, what: str | None = None
+    action: Callable[[], _T], *, gather: Gather, what: str | None = None
 ) -> list[_T]:
     """Calls `action` on every rank; if it fails on one rank, all ranks raise. Collective.
 
@@ -68,7 +67,7 @@ def run_on_all_ranks(
 
 
 @contextmanager
-def failing_together(what: str, *, gather: Gather = gather_objects) -> Iterator[None]:
+def failing_together(what: str, *, gather: Gather) -> Iterator[None]:
     """As `run_on_all_ranks`, for work whose results stay local: the context's body. Collective.
 
     An interruption is raised at once: it may end a body in which other ranks still wait.

@@ -1,8 +1,7 @@
-"""Collectives on WORLD, the process group that Lightning makes and the engine never uses.
+"""WORLD, the process group that Lightning makes: its store, its size and its end.
 
-They are for code that runs before there is an engine with groups of its own, and for methods that
-Lightning requires of a strategy. Without a process group the world is this process alone. WORLD's
-timeout limits their waits. `disconnect_groups` is for all groups.
+Without a process group the world is this process alone. `comm.world` has its collectives.
+`disconnect_groups` is for all groups, and `disconnect_store` for the store that all ranks share.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,22 +20,19 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "broadcast_object",
     "disconnect_groups",
-    "gather_objects",
+    "disconnect_store",
     "has_world",
     "is_world",
     "known_backends",
     "leave_world",
     "open_store",
-    "wait_for_world",
+    "server_of",
     "world_size",
 ]
 
 DEFAULT_TIMEOUT = default_pg_timeout
 _RENDEZVOUS_MARGIN_S = 2.0  # wait for torch's own error, which is more precise
-
-_T = TypeVar("_T")
 
 
 def known_backends() -> list[str]:
@@ -101,31 +97,6 @@ def is_world(group: Any) -> bool:
 def world_size() -> int:
     """Returns the number of ranks; 1 without a process group."""
     return dist.get_world_size() if has_world() else 1
-
-
-def wait_for_world(device: torch.device) -> None:
-    """Waits until every rank has called this; `device` is where this rank computes. Collective."""
-    if has_world():
-        on_nccl = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[device.index] if on_nccl else None)
-
-
-def broadcast_object(value: _T, source: int = 0) -> _T:
-    """Returns the picklable object of rank `source`, on every rank. Collective: every rank."""
-    if not has_world():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, source)
-    return box[0]
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Returns every rank's picklable object, by rank, on every rank. Collective: every rank."""
-    if not has_world():
-        return [value]
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box
 
 
 def leave_world() -> None:

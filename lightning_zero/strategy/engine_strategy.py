@@ -269,7 +269,9 @@ class EngineStrategy(ProcessStrategy):
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
-        config = self._settings.decide(trainer, optimizers, hardware, self._precision_plugin)
+        gather = self.gather_for("the memory of all ranks")
+        precision = self._precision_plugin
+        config = self._settings.decide(trainer, optimizers, hardware, precision, gather)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(

@@ -27,10 +27,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.consistency import describe_config
-from lightning_zero.health.together import failing_together
-from lightning_zero.health.world import gather_objects, known_backends
+from lightning_zero.health.together import Gather, failing_together
+from lightning_zero.health.world import known_backends
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.layout.stage import State
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import StateSpec
@@ -136,6 +137,7 @@ class Settings:
         optimizers: Sequence[Optimizer],
         hardware: Hardware,
         precision: ZeroPrecision | None,
+        gather: Gather,
     ) -> ZeroConfig:
         """Resolves the settings of one run completely. Collective."""
         group_size = self._given.group_size(local_world_size=hardware.ranks_per_node)
@@ -148,7 +150,7 @@ class Settings:
         is_checked = is_fitting and self._checks_memory
         if not (self._is_auto or is_checked):
             return config
-        memory = _measure_memory(hardware, config)
+        memory = _measure_memory(hardware, config, gather)
         if self._is_auto:
             micro_batches = trainer.accumulate_grad_batches
             choice = choose(
@@ -160,7 +162,7 @@ class Settings:
             self.choice, config = choice, choice.config
             self.config = config
         if is_checked:
-            with failing_together("start"):  # models are not compared yet
+            with failing_together("start", gather=gather):  # models are not compared yet
                 check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
 
@@ -213,7 +215,7 @@ def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
     raise failure
 
 
-def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
+def _measure_memory(hardware: Hardware, base: ZeroConfig, gather: Gather) -> AvailableMemory:
     """Measures the least memory of any rank. Collective. See [Note: Same choice on all ranks]."""
     host_free, host_total = available_memory_bytes(), _physical_bytes()
     if hardware.device.type == "cuda":
@@ -226,7 +228,7 @@ def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
         with suppress(OSError):  # this rank must reach the collective below
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
-    return AvailableMemory(*(min(values) for values in zip(*gather_objects(own), strict=True)))
+    return AvailableMemory(*(min(values) for values in zip(*gather(own), strict=True)))
 
 
 def _physical_bytes() -> int:

@@ -54,10 +54,7 @@ from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.health.together import failing_together
-from lightning_zero.health.world import (
-    DEFAULT_TIMEOUT,
-    gather_objects,
-)
+from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -323,9 +320,8 @@ class ZeroStrategy(EngineStrategy):
         super().setup_environment()
         # Before the first collective that depends on a setting.
         fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
-        with self._waiting("the settings of all ranks"):
-            fields_of_ranks = gather_objects({"ZeroStrategy": fields})
-        check_equal(fields_of_ranks)
+        gather = self.gather_for("the settings of all ranks")
+        check_equal(gather({"ZeroStrategy": fields}))
 
     @property
     @override
@@ -554,11 +550,14 @@ class ZeroStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        with failing_together(f"reach {path}"):
+        with failing_together(
+            f"reach {path}", gather=self.gather_for(f"all ranks to reach {path}")
+        ):
             check_shared(path, self.world_size)
         self.run_on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
-        with failing_together(f"open {path}"):
+        gather = self.gather_for(f"all ranks to verify {path}")
+        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather)
+        with failing_together(f"open {path}", gather=self.gather_for(f"all ranks to open {path}")):
             checkpoint = open_checkpoint(path, weights_only=weights_only)
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         for key, value in checkpoint.items():

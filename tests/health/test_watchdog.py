@@ -282,6 +282,35 @@ def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
     assert "in dawdle" in text
 
 
+def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported():
+    text = run_ranks(2, _open_slowly, has_group=False)[0]
+    assert "rank 0: outside of the engine; waits for all ranks to open a.ckpt" in text, text
+
+
+def _open_slowly(rank, world_size):
+    import lightning_zero.strategy.strategy as checkpoints
+
+    trainer = make_trainer(settings(1))
+    trainer.fit(MLPModule(ranks=world_size))
+    trainer.save_checkpoint("a.ckpt")
+    trainer.strategy.barrier()
+    open_checkpoint = checkpoints.open_checkpoint
+
+    def open_late(*args, **options):
+        time.sleep(3)
+        return open_checkpoint(*args, **options)
+
+    if rank == 1:
+        checkpoints.open_checkpoint = open_late
+    with open("err", "w") as file:
+        if rank == 0:
+            os.dup2(file.fileno(), 2)
+    trainer = make_trainer(settings(1, wait_report_s=1.0), max_epochs=2)
+    trainer.fit(MLPModule(ranks=world_size), ckpt_path="a.ckpt")
+    with open("err") as file:
+        return file.read()
+
+
 def _take_branches(rank, world_size):
     engine, _ = _engine(3, wait_report_s=1.0)
     first, second = engine.module

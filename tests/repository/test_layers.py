@@ -154,11 +154,7 @@ def test_neither_hydra_nor_wandb_is_imported_before_it_is_used():
 
 
 def test_only_comm_calls_collectives():
-    may = {
-        "comm",
-        "health",
-        "cli",
-    }  # `health` knows WORLD; `cli` starts ranks of its own to measure links
+    may = {"comm", "health", "cli"}  # `cli` starts ranks of its own to measure links
 
     def known(module, package):
         found = {name for name in imported(module) if name.startswith("torch.distributed")}
@@ -169,6 +165,20 @@ def test_only_comm_calls_collectives():
     assert_none(
         (module, known(module, package)) for module, package in packages() if package not in may
     )
+
+
+def test_health_calls_no_collective():
+    """It knows process groups and their store, and ends their waits."""
+    names = {"all_gather", "all_reduce", "barrier", "broadcast", "gather", "new_group", "reduce"}
+    names |= {f"{name}_{kind}" for name in names for kind in ("object", "object_list")}
+
+    def called(module):
+        return {
+            n.attr for n in ast.walk(syntax_of(module))
+            if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "dist"
+        } & names  # fmt: skip
+
+    assert_none((module, called(module)) for module, package in packages() if package == "health")
 
 
 def test_streams_and_events_are_made_in_one_module():
