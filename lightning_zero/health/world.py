@@ -7,6 +7,8 @@ Without a process group the world is this process alone. `comm.world` has its co
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -139,10 +141,35 @@ def _close_pairs(group: Any) -> None:
     """
     nothing = torch.empty(1)
     for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                return
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+
+
+def server_of(store: Any) -> Any:
+    """Returns the store below all prefixes."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def disconnect_store() -> None:
+    """Ends all requests of this process to WORLD's store: they raise. On Linux; else nothing.
+
+    Such a request has no time limit of its own, and waits in C++ code, where no signal handler of
+    Python runs: for example while a process group is made with a rank that has ended.
+    """
+    port = getattr(server_of(dist.distributed_c10d._get_default_store()), "port", None)
+    with suppress(OSError):  # there is no /proc
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # it was closed meanwhile, or is not connected
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    _shut_down_if_connected(os.dup(descriptor), port)
+
+
+def _shut_down_if_connected(descriptor: int, port: int | None) -> None:
+    """Shuts the connection to `port` down; takes the descriptor, which is closed."""
+    with socket.socket(fileno=descriptor) as connection:
+        is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if is_inet and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)

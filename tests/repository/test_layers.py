@@ -251,10 +251,6 @@ core.schedule unit.num_awaited
 core.schedule unit.stays_unsharded
 core.shards self.param_shard.tensor
 core.unit unit.num_awaited
-health.peers key.data.exit_status
-health.peers peer.descriptor
-health.peers peer.exited_at
-health.watchdog self._reports.describe
 optim.clone part.state
 optim.flow known.is_written
 optim.flow self._flow.untraceable
