@@ -301,7 +301,8 @@ class ShardedSave:
                 and isinstance(error, OSError)
                 and error.errno in DISK_FULL_ERRNOS
             ):
-                raise self._disk_full_error(target) from error
+                with contextlib.suppress(RuntimeError):  # a rank has ended meanwhile
+                    raise self._disk_full_error(target) from error
             raise
 
     def _begin(self) -> tuple[str, str]:

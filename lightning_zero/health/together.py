@@ -8,7 +8,8 @@ make them raise, too, with the rank and its error:
     `Watchdog.abort`                        anywhere else: the watchdogs end the waits of the other
                                             ranks, which may regroup under a Trainer
 
-The lowest rank that failed decides what all ranks raise. A rank whose own error has its type and
+The lowest rank that failed decides what all ranks raise; an interruption, such as Ctrl-C, only if
+no rank has failed otherwise. A rank whose own error has its type and
 errno raises its own; any other rank raises one that is made from the description it has received:
 an OSError with the same errno, or else a RuntimeError.
 """
@@ -90,9 +91,11 @@ def _exchange(
         if error is not None:
             raise error from failed
         raise
-    for rank, (_, failure) in enumerate(outcomes):
-        if failure is None:
-            continue
+    failures = [
+        (rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None
+    ]
+    if failures:
+        rank, failure = min(failures, key=lambda found: found[1].is_interruption)
         if error is not None and (not isinstance(error, Exception) or failure.is_like(error)):
             raise error
         raise failure.as_error(rank, what) from error or failure.cause(rank, what)
@@ -109,6 +112,7 @@ class _Failure(NamedTuple):
     summary: str  # type and first line
     errno: int | None  # of an OSError
     pickled: bytes  # empty: it cannot be copied, or need not be
+    is_interruption: bool
 
     @classmethod
     def of(cls, error: BaseException, *, is_copied: bool) -> _Failure:
@@ -118,6 +122,7 @@ class _Failure(NamedTuple):
             summary(error),
             error.errno if isinstance(error, OSError) else None,
             _pickled(error) if is_copied else b"",
+            not isinstance(error, Exception),
         )
 
     def is_like(self, error: Exception) -> bool:

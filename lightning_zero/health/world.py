@@ -41,7 +41,10 @@ def known_backends() -> list[str]:
     """Names of torch's backends, with those of other packages; empty without torch.distributed."""
     if not dist.is_available():
         return []
-    return [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    # Torch lists these two also if it was built without them.
+    built = {"mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
+    names = (name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+    return [name for name in names if built.get(name, True)]
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> Any:

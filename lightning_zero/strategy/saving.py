@@ -88,6 +88,8 @@ class Saving:
             raise ValueError(
                 f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {checkpoint_type!r}."
             )
+        if not isinstance(is_async, bool):
+            raise TypeError(f"async_save must be True or False, got {is_async!r}.")
         if is_async and checkpoint_type == "full":
             raise ValueError(
                 'async_save needs sharded checkpoints, got checkpoint="full"; use '

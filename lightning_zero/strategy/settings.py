@@ -126,6 +126,16 @@ class Settings:
         self.config = self._given
         self.choice: AutoChoice | None = None
 
+    def check_folders(self) -> None:
+        """Raises a ValueError if `nvme_path` is not a folder of this machine."""
+        for offload in self._given.offloads:
+            path = None if offload is None else offload.nvme_path
+            if path is not None and not Path(path).is_dir():
+                raise ValueError(
+                    f"nvme_path must be an existing folder, got {path!r}; create it on every "
+                    "machine, or leave it out for a temporary folder."
+                )
+
     def describe(self) -> dict[str, str]:
         """Describes the given settings, for the consistency check."""
         stage = {"stage": _AUTO} if self._is_auto else {}
@@ -144,6 +154,11 @@ class Settings:
         config = self._given.replace(
             sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
         )
+        if config.assume_elementwise and not config.states.has_shard(State.OPTIM):
+            rank_zero_warn(
+                f"assume_elementwise has no effect in stage {config.stage}: optimizers step full "
+                "tensors."
+            )
         if precision is not None and precision.is_autocast:
             config = config.under_autocast()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
