@@ -7,7 +7,7 @@ hook for directories, `.safetensors` files and files that are checked.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch
@@ -18,7 +18,7 @@ from lightning.pytorch.core.saving import (
     load_hparams_from_tags_csv,
     load_hparams_from_yaml,
 )
-from lightning.pytorch.utilities.migration import migrate_checkpoint
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import locate
@@ -60,17 +60,21 @@ def load_from_checkpoint(
         ValueError: The checkpoint is damaged, or its format is unknown.
         OSError: The checkpoint does not exist, or cannot be read.
     """
+    is_module = issubclass(module_type, pl.LightningModule)
+    options: dict[str, Any] = {"strict": strict} if is_module else {}
     if not is_download(checkpoint_path):
         raise_damage(checkpoint_path, find_damage(checkpoint_path))
+    made: Any
     if is_download(checkpoint_path) or _is_torch_file(checkpoint_path):
-        return module_type.load_from_checkpoint(
+        made = module_type.load_from_checkpoint(
             checkpoint_path,
             map_location=map_location,
             hparams_file=hparams_file,
-            strict=strict,
             weights_only=weights_only,
+            **options,
             **kwargs,
         )
+        return cast("_M", made)
     checkpoint = open_checkpoint(checkpoint_path, weights_only=weights_only)
     checkpoint.setdefault("pytorch-lightning_version", lightning_version)
     checkpoint, _ = migrate_checkpoint(checkpoint)
@@ -80,10 +84,10 @@ def load_from_checkpoint(
         read = load_hparams_from_tags_csv if is_csv else load_hparams_from_yaml
         checkpoint[key] = read(hparams_file)
     checkpoint.setdefault(key, {}).update(kwargs)
-    if issubclass(module_type, pl.LightningDataModule):
-        return _load_state(module_type, checkpoint, **kwargs)
-    module = _load_state(module_type, checkpoint, strict=strict, **kwargs)
-    return module if map_location is None else module.to(map_location)
+    made = _load_state(module_type, checkpoint, **options, **kwargs)
+    if is_module and map_location is not None:
+        made.to(map_location)
+    return cast("_M", made)
 
 
 def is_download(path: _PATH) -> bool:
