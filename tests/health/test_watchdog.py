@@ -565,12 +565,28 @@ def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
 
 
+def _make_a_group_alone(rank, world_size):
+    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    dist.barrier()
+    if rank == 1:
+        return None  # its process ends
+    failing = pytest.raises(PeerAbortedError)
+    with failing as caught, watchdog.waiting("a new group", is_engine_group=False):
+        dist.new_group()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_made_with_a_dead_rank_is_an_error_and_not_the_end_of_the_process():
+    assert run_ranks(2, _make_a_group_alone)[0].startswith("rank 0 stops because rank 1 ")
+
+
 def _know(rank, world_size):
     if rank == 0:
         time.sleep(0.3)  # the others are first
     peers = Peers()
     peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
-    known = [peer.rank for peer in peers._peers]
+    known = [peer.rank for peer in peers._running]
     peers.close()
     return known
 
@@ -591,7 +607,7 @@ def _fail_without_the_store(rank, world_size):
     watchdog._store = _Gone()
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watchdog.explain(RuntimeError("gloo: Connection closed by peer"))
+        watchdog.explain(dist.DistNetworkError("Connection closed by peer"))
     watchdog.stop()
     return printed.getvalue()
 
