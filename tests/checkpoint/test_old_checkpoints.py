@@ -141,5 +141,5 @@ def test_names_that_only_some_checkpoints_hold_are_unchanged():
     assert flat.keys() == {"a", "b", "__tensor__"}
     assert type(unflatten_composites(flat)) is TwoTensor
     # A pickled module with activation checkpointing.
-    pickled = b"clightning_zero.layout.recompute\n_itself\n(cbuiltins\nlen\ntR."
+    pickled = b"clightning_zero.core.recompute\n_itself\n(cbuiltins\nlen\ntR."
     assert pickle.loads(pickled) is len
