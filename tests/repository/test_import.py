@@ -46,7 +46,11 @@ assert "lightning" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("program", [BEFORE_LIGHTNING, AFTER_LIGHTNING, ENGINE_ALONE])
+@pytest.mark.parametrize(
+    "program",
+    [BEFORE_LIGHTNING, pytest.param(AFTER_LIGHTNING, marks=pytest.mark.slow), ENGINE_ALONE],
+    ids=["before Lightning", "after Lightning", "engine"],
+)
 def test_the_import_registers_names_and_changes_nothing_else(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
