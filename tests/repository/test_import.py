@@ -10,8 +10,9 @@ import pytest
 import lightning_zero
 
 BEFORE_LIGHTNING = """
-import sys
+import importlib, sys
 import lightning_zero
+importlib.reload(lightning_zero)
 loaded = {"torch", "numpy", "lightning", "hydra"} & set(sys.modules)
 assert not loaded, loaded
 assert {*lightning_zero.__all__, "__version__"} <= set(dir(lightning_zero))
