@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.backends import queue_warnings
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.control import GlooControlPlane
@@ -480,6 +481,7 @@ def _begin_together(
         warned = tie_shared(module, {p for optimizer in given for p in parameters_of(optimizer)})
         warned += alias_texts(module)
         device = _find_device(module, device)
+        warned += queue_warnings(device) if config.separates_gathers else []
         check_can_materialize(module)
         look = partial(check_and_probe, module=module, config=config, device=device)
         probed = [(optimizer, look(optimizer)) for optimizer in given]
@@ -505,7 +507,12 @@ def _begin_together(
                 raise failure
         compare(control, descriptions)
 
-    comm = open_comm(device or torch.device("cpu"), group_size=group_size, check=check)
+    comm = open_comm(
+        device or torch.device("cpu"),
+        group_size=group_size,
+        separates_gathers=config.separates_gathers,
+        check=check,
+    )
     assert device is not None, "else there is a failure, which `check` has raised"
     return comm, device, probed, checkpointed_modules, warned
 

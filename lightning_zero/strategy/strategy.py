@@ -129,6 +129,9 @@ class ZeroStrategy(EngineStrategy):
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
+        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
+            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
+            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -219,6 +222,7 @@ class ZeroStrategy(EngineStrategy):
         unit_classes: Modules | None = None,
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
+        separate_reduce_scatter_group: bool = False,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
         keep_float32: Modules | None = None,
