@@ -10,6 +10,7 @@ import math
 import os
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,11 +30,13 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.loggers import WandbPanels
 from lightning_zero.observe.metrics import (
     SKEW,
+    STRAGGLER,
     Sample,
     Speed,
     Throughput,
     aggregate_ranks,
     allocated_and_peak_bytes,
+    is_summary,
     make_metrics,
     peak_flops,
     recorded_kinds,
@@ -82,16 +85,21 @@ class ZeroMonitor(SavingCallback):
             written to `zero/recordings` for `lightning-zero trace`.
         report: Print memory by rank, throughput and communication at the end of training, and write
             them to `zero/`, with plots of memory and of the traced steps.
-        grad_norms: Log the gradient norm of each bucket, before clipping. Without effect if
+        detail: Log all metrics. False: log about eight that show whether a job is healthy (step
+            and wait time, peak memory, throughput, gradient norm, straggler).
+        grad_norms: Log the total gradient norm, and with `detail` that of each bucket, before
+            clipping. Without effect if
             gradients are offloaded to NVMe, where all of them would be read once more.
-        spread: Also log `/min` and `/max_rank` (the rank with the maximum) of each metric.
+        spread: Also log `/min` and `/max_rank` (the rank with the maximum) of each metric; needs
+            `detail`.
         dirpath: Directory of the run. None: that of the first logger, or the Trainer's
             `default_root_dir`; if that is remote, the working directory.
 
     Raises:
         TypeError: An argument has a wrong type; or, before training, the strategy is not a
             `ZeroStrategy`.
-        ValueError: A number of steps is negative; or, before training, there is a second monitor.
+        ValueError: A number of steps is negative, or `spread` is set without `detail`; or, before
+            training, there is a second monitor.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class ZeroMonitor(SavingCallback):
         every_n_steps: int | None = None,
         trace_steps: Sequence[int] = (),
         report: bool = True,
+        detail: bool = False,
         grad_norms: bool = True,
         spread: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
@@ -110,13 +119,16 @@ class ZeroMonitor(SavingCallback):
             raise TypeError(f"trace_steps must be a list of integers, got {trace_steps!r}.")
         for step in trace_steps:
             _check_steps("each of trace_steps", step)
-        flags = {"report": report, "grad_norms": grad_norms, "spread": spread}
+        flags = {"report": report, "detail": detail, "grad_norms": grad_norms, "spread": spread}
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}.")
+        if spread and not detail:
+            raise ValueError("spread needs detail=True; set it, or leave spread out.")
         self.every_n_steps = every_n_steps
         self.trace_steps = tuple(trace_steps)
         self.has_report = report
+        self.has_detail = detail
         self.has_grad_norms = grad_norms
         self.has_spread = spread
         self.dirpath = None if dirpath is None else Path(dirpath)
@@ -144,6 +156,7 @@ class ZeroMonitor(SavingCallback):
             MonitorConfig(
                 trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
                 self.trace_steps,
+                has_detail=self.has_detail,
                 has_grad_norms=self.has_grad_norms,
                 has_spread=self.has_spread,
             ),
@@ -278,12 +291,14 @@ class MonitorConfig:
         every_n_steps: Interval of recorded steps: those that complete a multiple of it; 0: none.
         trace_steps: Numbers of optimizer steps before the traced steps, which are also written to
             files. If a batch has several optimizer steps, any of them matches.
+        has_detail: Whether to log all metrics; otherwise those of `is_summary`.
         has_grad_norms: Whether to measure gradient norms, unless gradients are offloaded to NVMe.
         has_spread: See `aggregate_ranks`.
     """
 
     every_n_steps: int
     trace_steps: Sequence[int] = ()
+    has_detail: bool = False
     has_grad_norms: bool = True
     has_spread: bool = False
 
@@ -463,7 +478,7 @@ class FitMonitor:
         # For norms, each gradient on NVMe would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
         self._has_grad_norms = config.has_grad_norms and not in_files
-        self._has_spread = config.has_spread
+        self._has_detail, self._has_spread = config.has_detail, config.has_spread
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
         self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
@@ -474,6 +489,7 @@ class FitMonitor:
         self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
         self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
         self._num_recorded = 0  # steps in `_sums`
+        self._stragglers: Counter[int] = Counter()  # steps by the rank that was last
         self._has_logged_memory = False
         self._is_first = True  # whether the current or last step is the first one
 
@@ -537,9 +553,10 @@ class FitMonitor:
             memory=memory_reports(self._strategy),
             speed=Speed.from_counts(counts, self._peak_flops),
             num_recorded=self._num_recorded,
-            step_s=means.get("zero/time/step_s", 0.0),
-            waited_s=means.get("zero/wait/total_s", 0.0),
+            step_s=means.get("zero_time/step_s", 0.0),
+            waited_s=means.get("zero_wait/total_s", 0.0),
             skew_s=means.get(SKEW, 0.0),
+            straggler=next(iter(self._stragglers.most_common(1)), None),
             transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
             is_on_cpu=self._engine.device.type == "cpu",
         )
@@ -573,7 +590,11 @@ class FitMonitor:
             self._num_recorded += 1
             for key, value in means.items():
                 self._sums[key] = self._sums.get(key, 0.0) + value
+            if STRAGGLER in means:
+                self._stragglers[int(means[STRAGGLER])] += 1
         transfers = [TransferStats.from_means(kind, means) for kind in self._kinds]
+        if not self._has_detail:
+            logged = {key: value for key, value in logged.items() if is_summary(key)}
         return RecordedStep(window.num_batches, logged, memory, transfers)
 
     def _grad_norm_metrics(self) -> dict[str, float]:
@@ -583,7 +604,7 @@ class FitMonitor:
         # Not every logger accepts names such as "root[0]" and "blocks.3/frozen".
         logged = {re.sub(r"[^\w.-]+", ".", name).strip("."): norm for name, norm in norms.items()}
         logged["total"] = math.hypot(*norms.values())
-        return {f"zero/grad_norm/{name}": norm for name, norm in logged.items()}
+        return {f"zero_grad_norm/{name}": norm for name, norm in logged.items()}
 
     def _write_recordings(self, recordings: list[Recording]) -> None:
         if not recordings:
