@@ -34,7 +34,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from examples.gpt import GPT
-from lightning_zero.observe.monitor import FitMonitor, MonitorConfig, RecordedStep
+from lightning_zero.observe.monitor import FitMonitor, RecordedStep
+from lightning_zero.observe.windows import MonitorConfig
 from tests.benchmarks.report import BATCH, SIZES
 from tests.benchmarks.systems import ADAMW
 from tests.support.fitting import make_trainer

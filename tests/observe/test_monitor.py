@@ -28,7 +28,7 @@ from lightning_zero.observe.metrics import (
     peak_flops,
     recorded_kinds,
 )
-from lightning_zero.observe.monitor import MonitorConfig, Windows
+from lightning_zero.observe.windows import MonitorConfig, Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 
