@@ -234,24 +234,24 @@ def _table(rows: Sequence[Row], best: Any) -> str:
             return "recompute"
         return f"no: {'+'.join(row.chosen.missing_bytes)}".replace(" memory", "")
 
-    names = {"host_bytes": f"CPU {unit} / node", "disk_bytes": f"disk {unit} / node"}
+    names = {"host_bytes": f"CPU\n{unit}", "disk_bytes": f"disk\n{unit}"}
     used = [name for name in names if any(getattr(row.chosen, name) for row in rows)]
     header = [
         "",
         "zero=",
         "offload=",
-        f"states {unit}",
-        f"peak {unit}",
+        f"states\n{unit}",
+        f"peak\n{unit}",
         *(names[name] for name in used),
-        f"sent {unit}",
-        f"transfers {time_unit} / step",
+        f"sent\n{unit}",
+        f"transfers\n{time_unit}",
         "fits",
     ]
     lines = [
         [
             "*" if best is not None and best["choice"] == row.plain.choice.name else "",
             row.plain.choice.zero,
-            row.plain.choice.offload,
+            row.plain.choice.offload.replace(_NVME_WITH_GRADIENTS, "nvme+gradients"),
             _in_unit(row.chosen.rank_memory.tier_bytes(Tier.DEVICE), size),
             _in_unit(row.chosen.device_bytes, size),
             *(_in_unit(getattr(row.chosen, name), size) for name in used),
@@ -287,8 +287,8 @@ def _assumptions(
     all_rates = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
     link, cpu_link, disk, memory = (rate / 1e9 for rate in all_rates)
     yield (
-        "States are per device between steps, the peak is that during a step. What is sent goes "
-        "from a rank to other ranks in a step."
+        "States and peak are per device, between steps and during a step. CPU memory and disk are "
+        "per node. Sent bytes go from a rank to other ranks, in a step."
     )
     yield (
         f"Transfers and optimizer steps on the CPU take from the first time, if all overlap, to "

@@ -27,14 +27,14 @@ def table(
     A table that is too wide has one space between columns, and cells are wrapped between words.
 
     Args:
-        lines: Cells of the header and of each row.
+        lines: Cells of the header, which may have several lines, and of each row.
         left: Indices of the columns with text, which are left-aligned; the other columns have
             numbers, which are right-aligned and never wrapped.
         width: Columns of the text; None: those of the terminal.
     """
     limit = width or _columns()
     columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
     is_wide = sum(widths) + 2 * (len(widths) - 1) <= limit
     drawn = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     for index, (header, *cells) in enumerate(columns):

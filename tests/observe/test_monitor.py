@@ -50,7 +50,7 @@ def metrics(stage, world_size=2, *, group_size=None, has_device_memory=False, **
 
 def traffic(stage, *args, **kwargs):
     keys = metrics(stage, *args, **kwargs)
-    return {key.split("/")[2].removesuffix("_exposed_s") for key in keys if "exposed" in key}
+    return {key.split("/")[1].removesuffix("_exposed_s") for key in keys if "exposed" in key}
 
 
 def test_the_keys_follow_from_the_plan():
