@@ -254,6 +254,24 @@ class Engine:
             explain_dtype_error(error, self.module, self.buckets)
             raise
 
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Makes every call of method `name` of `module` run as a forward. Local.
+
+        As FSDP2's `register_fsdp_forward_method`, for methods such as `generate` or `encode` that
+        are called instead of the module. Their calls are then collective, like those of the module.
+        Copies and pickles of the module have the method as it was, and so has the module after
+        `close`.
+
+        Args:
+            module: The engine's module or a submodule of it.
+            name: Name of a method other than `forward`.
+
+        Raises:
+            ValueError: `module` does not belong to the engine, or `name` is "forward".
+            AttributeError: `module` has no such method.
+        """
+        self._hooks.register_forward_method(module, name, self.forward_context)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for all micro-batches of a step but the last, as in PyTorch.
