@@ -3,7 +3,14 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_zero.activations import offload_activations
-from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
+from lightning_zero.checkpoint import (
+    full_state_dict,
+    load_checkpoint,
+    load_weights,
+    newest_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
@@ -20,11 +27,14 @@ __all__ = [
     "ZeroStrategy",
     "before_collective",
     "full_grad",
+    "full_state_dict",
     "gathered",
+    "load_checkpoint",
     "load_weights",
     "newest_checkpoint",
     "offload_activations",
     "open_checkpoint",
+    "save_checkpoint",
     "uneven_calls",
 ]
 

@@ -36,7 +36,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
@@ -45,16 +44,14 @@ from lightning_zero.checkpoint import (
     load_module,
     load_optimizer,
     narrow_masters,
-    open_checkpoint,
 )
-from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
-from lightning_zero.checkpoint.source import raise_damage_on_any_rank
+from lightning_zero.checkpoint.source import open_on_all_ranks
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
-from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import (
     DEFAULT_TIMEOUT,
     gather_objects,
@@ -77,8 +74,6 @@ from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
 from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
-    MASTERS_KEY,
-    METADATA_KEY,
     CheckpointType,
     Saving,
     SavingCallback,
@@ -102,8 +97,6 @@ _REGISTERED: dict[str, dict[str, Any]] = {
     "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
 }
 
-# Callbacks may keep other tensors of a checkpoint while its file is replaced.
-_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _STATE_DICT_METHOD = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
@@ -577,16 +570,10 @@ class ZeroStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        with failing_together(f"reach {path}"):
-            check_shared(path, self.world_size)
-        self.run_on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
-        with failing_together(f"open {path}"):
-            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        checkpoint = open_on_all_ranks(
+            path, self.global_rank, self.world_size, gather_objects, weights_only=weights_only
+        )
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
-        for key, value in checkpoint.items():
-            if key not in _COPIED_ON_LOADING:
-                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
         return checkpoint
 
     @override
