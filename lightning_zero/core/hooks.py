@@ -277,9 +277,7 @@ class Hooks:
             self._schedule.keep_unsharded(unit, reason)
 
 
-def _restore_methods(
-    attributes: dict[str, Any], replaced: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[str, Any]]) -> None:
     """Undoes `Hooks.register_forward_method` in the attributes of a module."""
     for name, before in replaced.items():
         attributes.pop(name, None)
