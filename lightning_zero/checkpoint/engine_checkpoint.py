@@ -124,7 +124,9 @@ def load_checkpoint(
     engine.lockstep.barrier("loading a checkpoint")
     gather = comm.control.gather_objects
     path = gather(os.fspath(path))[0]
-    checkpoint = open_on_all_ranks(path, comm.rank, comm.size, gather, weights_only=weights_only)
+    checkpoint = open_on_all_ranks(
+        path, comm.rank, comm.size, lambda name: gather, weights_only=weights_only
+    )
     states = checkpoint.pop("optimizer_states", None)
     if states is not None and len(states) != len(engine.optimizers):
         raise ValueError(

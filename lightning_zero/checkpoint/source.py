@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,26 +191,27 @@ def open_on_all_ranks(
     path: str | os.PathLike[str],
     rank: int,
     world_size: int,
-    gather: Gather,
+    gather_for: Callable[[str], Gather],
     *,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """As `open_checkpoint`, after the ranks have verified it together. Collective: every rank.
 
-    `path` is the same on every rank. Tensors besides the model's and the optimizers' are copies,
+    `path` is the same on every rank. `gather_for` returns a function that gathers, for a name of
+    the wait. Tensors besides the model's and the optimizers' are copies,
     which stay valid when the file is replaced.
 
     Raises:
         ValueError: The checkpoint is damaged, or its format is unknown.
         OSError, RuntimeError: Another rank could not open it.
     """
-    with failing_together(f"reach {path}", gather=gather):
+    with failing_together(f"reach {path}", gather=gather_for(f"all ranks to reach {path}")):
         check_shared(path, world_size)
-    with failing_together(f"recover {path}", gather=gather):
+    with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
         if rank == 0:
             recover(locate(path))
-    raise_damage_on_any_rank(path, rank, world_size, gather)
-    with failing_together(f"open {path}", gather=gather):
+    raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
+    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
         checkpoint = open_checkpoint(path, weights_only=weights_only)
     for key, value in checkpoint.items():
         if key not in _READ_FROM_FILE:

@@ -165,6 +165,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        self._settings.check_folders()
         Mesh.of(
             0, self.num_nodes * self.num_processes, self._group_size
         )  # raises for a wrong group size
@@ -269,7 +270,9 @@ class EngineStrategy(ProcessStrategy):
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
-        config = self._settings.decide(trainer, optimizers, hardware, self._precision_plugin)
+        gather = self.gather_for("the memory of all ranks")
+        precision = self._precision_plugin
+        config = self._settings.decide(trainer, optimizers, hardware, precision, gather)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(
@@ -504,7 +507,8 @@ def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
             f'unshard_after_fit="auto": the full module takes {needed / _GIB:.3g} GiB more on each '
             f"of {local_world_size()} rank(s) of a node, and less than twice that is free for "
             "each: its parameters are dropped. Load them from a checkpoint with "
-            "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
+            "lightning_zero.load_from_checkpoint(Model, path) or ckpt_path=path; "
+            "unshard_after_fit=True keeps them."
         )
     return fits
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -52,10 +51,7 @@ from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
-from lightning_zero.health.world import (
-    DEFAULT_TIMEOUT,
-    gather_objects,
-)
+from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -68,6 +64,7 @@ from lightning_zero.strategy.engine_strategy import (
     UnshardAfterFit,
     run_state,
 )
+from lightning_zero.strategy.loading import is_download
 from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
@@ -78,24 +75,12 @@ from lightning_zero.strategy.saving import (
     Saving,
     SavingCallback,
     ZeroCheckpointIO,
-    is_download,
     is_user_io,
 )
 from lightning_zero.strategy.settings import Settings
 from lightning_zero.tensors.meta import accepting_pending_values, set_pending_values
 
 __all__ = ["ZeroStrategy"]
-
-# Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
-_REGISTERED: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
-    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
-}
 
 _STATE_DICT_METHOD = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
@@ -310,17 +295,6 @@ class ZeroStrategy(EngineStrategy):
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, settings in _REGISTERED.items():
-            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
-                if name + suffix not in strategy_registry:
-                    description = f"ZeRO {settings}, processes started by {start_method}"
-                    strategy_registry.register(
-                        name + suffix, cls, description, start_method=start_method, **settings
-                    )
-
     # ---------------------------------------------------------------- a run
 
     @override
@@ -339,9 +313,8 @@ class ZeroStrategy(EngineStrategy):
         super().setup_environment()
         # Before the first collective that depends on a setting.
         fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
-        with self._waiting("the settings of all ranks"):
-            fields_of_ranks = gather_objects({"ZeroStrategy": fields})
-        check_equal(fields_of_ranks)
+        gather = self.gather_for("the settings of all ranks")
+        check_equal(gather({"ZeroStrategy": fields}))
 
     @property
     @override
@@ -571,7 +544,7 @@ class ZeroStrategy(EngineStrategy):
         if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
         checkpoint = open_on_all_ranks(
-            path, self.global_rank, self.world_size, gather_objects, weights_only=weights_only
+            path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
         )
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         return checkpoint
