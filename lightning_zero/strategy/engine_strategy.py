@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -174,6 +175,9 @@ class EngineStrategy(ProcessStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.world_size == 1:  # Lightning advises sync_dist wherever there is a process group
+            advice = r"It is recommended to use `self\.log\(.*sync_dist=True"
+            warnings.filterwarnings("ignore", advice)
         if self.config.sharding_group_size == "node":
             check_numbering(self.global_rank, self.node_rank, self.num_processes)
 
