@@ -52,6 +52,7 @@ from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.record import streams
+from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
@@ -261,7 +262,8 @@ class ShardedSave:
                 if key not in copies:
                     buffer = memory.get(key)
                     if buffer is None or buffer.numel() != numel:
-                        buffer = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
+                        raw = aligned_empty(numel * value.dtype.itemsize, pin=pin)
+                        buffer = raw.view(value.dtype)
                     copies[key] = buffer.copy_(value.read_owned(), non_blocking=pin)
                 entries[name] = value.backed_by(copies[key])
             elif isinstance(value, Tensor):
