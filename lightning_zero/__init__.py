@@ -13,7 +13,14 @@ from lightning_zero._version import __version__
 
 if TYPE_CHECKING:
     from lightning_zero.activations import offload_activations
-    from lightning_zero.checkpoint import load_weights, newest_checkpoint, open_checkpoint
+    from lightning_zero.checkpoint import (
+        full_state_dict,
+        load_checkpoint,
+        load_weights,
+        newest_checkpoint,
+        open_checkpoint,
+        save_checkpoint,
+    )
     from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
     from lightning_zero.engine.engine import Engine
     from lightning_zero.layout.config import ZeroConfig
@@ -31,18 +38,28 @@ __all__ = [
     "__version__",
     "before_collective",
     "full_grad",
+    "full_state_dict",
     "gathered",
+    "load_checkpoint",
     "load_from_checkpoint",
     "load_weights",
     "newest_checkpoint",
     "offload_activations",
     "open_checkpoint",
+    "save_checkpoint",
     "uneven_calls",
 ]
 
 _MODULES = {
     "activations": ["offload_activations"],
-    "checkpoint": ["load_weights", "newest_checkpoint", "open_checkpoint"],
+    "checkpoint": [
+        "full_state_dict",
+        "load_checkpoint",
+        "load_weights",
+        "newest_checkpoint",
+        "open_checkpoint",
+        "save_checkpoint",
+    ],
     "core.access": ["before_collective", "full_grad", "gathered", "uneven_calls"],
     "engine.engine": ["Engine"],
     "layout.config": ["ZeroConfig"],

@@ -60,7 +60,7 @@ def register_when_imported() -> None:
     """Registers all names now, or once Lightning is imported. See [Note: Light import]."""
     if _REGISTRY_MODULE in sys.modules:
         register(importlib.import_module(_REGISTRY_MODULE).StrategyRegistry)
-    else:
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 

@@ -84,7 +84,8 @@ def load_from_checkpoint(
         read = load_hparams_from_tags_csv if is_csv else load_hparams_from_yaml
         checkpoint[key] = read(hparams_file)
     checkpoint.setdefault(key, {}).update(kwargs)
-    made = _load_state(module_type, checkpoint, **options, **kwargs)
+    any_type: Any = module_type
+    made = _load_state(any_type, checkpoint, **options, **kwargs)
     if is_module and map_location is not None:
         made.to(map_location)
     return cast("_M", made)

@@ -10,10 +10,8 @@ and stays if that fails.
 
 from __future__ import annotations
 
-import errno
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
@@ -26,22 +24,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero._version import __version__
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
+from lightning_zero.checkpoint.engine_checkpoint import write_full
 from lightning_zero.checkpoint.remote import check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
+    MASTERS_KEY,
+    METADATA_KEY,
+    describe_save,
     replicated_as_shards,
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
     shards_in,
 )
-from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
@@ -52,8 +52,6 @@ from lightning_zero.strategy.loading import is_download
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
-    "MASTERS_KEY",
-    "METADATA_KEY",
     "CheckpointType",
     "Saving",
     "SavingCallback",
@@ -63,8 +61,6 @@ __all__ = [
 
 
 CheckpointType = Literal["auto", "full", "sharded"]
-MASTERS_KEY = "lightning_zero_masters"
-METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
 
 _CHECKPOINT_TYPES = get_args(CheckpointType)
 _SHARDED_NUMEL = 2**31  # parameter elements from which on "auto" is sharded
@@ -257,11 +253,7 @@ class Saving:
                 self._shards |= shards_in(masters)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | {
-            "version": __version__,
-            "stage": engine.config.stage,
-            "world_size": engine.comm.size,
-        }
+        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | describe_save(engine)
         if self._channel is None or not self._channel.is_open:
             self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
         channel = self._channel
@@ -395,17 +387,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = locate(path)
-        if isinstance(place, Path):
-            atomic.make_folder(place.parent)
-        elif is_sharded(place):
-            raise FileExistsError(
-                errno.EEXIST,
-                "a full checkpoint cannot replace a sharded checkpoint at a remote address; delete "
-                "the sharded one, or choose another name",
-                str(place),
-            )
-        write_torch_file(checkpoint, place)
+        write_full(checkpoint, path)
 
     @override
     def load_checkpoint(

@@ -35,7 +35,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
@@ -44,16 +43,14 @@ from lightning_zero.checkpoint import (
     load_module,
     load_optimizer,
     narrow_masters,
-    open_checkpoint,
 )
-from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
-from lightning_zero.checkpoint.source import raise_damage_on_any_rank
+from lightning_zero.checkpoint.source import open_on_all_ranks
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
-from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
@@ -74,8 +71,6 @@ from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
 from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
-    MASTERS_KEY,
-    METADATA_KEY,
     CheckpointType,
     Saving,
     SavingCallback,
@@ -87,8 +82,6 @@ from lightning_zero.tensors.meta import accepting_pending_values, set_pending_va
 
 __all__ = ["ZeroStrategy"]
 
-# Callbacks may keep other tensors of a checkpoint while its file is replaced.
-_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _STATE_DICT_METHOD = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
@@ -129,6 +122,9 @@ class ZeroStrategy(EngineStrategy):
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
+        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
+            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
+            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -219,6 +215,7 @@ class ZeroStrategy(EngineStrategy):
         unit_classes: Modules | None = None,
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
+        separate_reduce_scatter_group: bool = False,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
         keep_float32: Modules | None = None,
@@ -550,19 +547,10 @@ class ZeroStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        with failing_together(
-            f"reach {path}", gather=self.gather_for(f"all ranks to reach {path}")
-        ):
-            check_shared(path, self.world_size)
-        self.run_on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        gather = self.gather_for(f"all ranks to verify {path}")
-        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather)
-        with failing_together(f"open {path}", gather=self.gather_for(f"all ranks to open {path}")):
-            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        checkpoint = open_on_all_ranks(
+            path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
+        )
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
-        for key, value in checkpoint.items():
-            if key not in _COPIED_ON_LOADING:
-                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
         return checkpoint
 
     @override

@@ -10,8 +10,9 @@ import pytest
 import lightning_zero
 
 BEFORE_LIGHTNING = """
-import sys
+import importlib, sys
 import lightning_zero
+importlib.reload(lightning_zero)
 loaded = {"torch", "numpy", "lightning", "hydra"} & set(sys.modules)
 assert not loaded, loaded
 assert {*lightning_zero.__all__, "__version__"} <= set(dir(lightning_zero))
@@ -46,7 +47,11 @@ assert "lightning" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("program", [BEFORE_LIGHTNING, AFTER_LIGHTNING, ENGINE_ALONE])
+@pytest.mark.parametrize(
+    "program",
+    [BEFORE_LIGHTNING, pytest.param(AFTER_LIGHTNING, marks=pytest.mark.slow), ENGINE_ALONE],
+    ids=["before Lightning", "after Lightning", "engine"],
+)
 def test_the_import_registers_names_and_changes_nothing_else(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
