@@ -113,6 +113,10 @@ class Engine:
         RuntimeError: Another rank was given an argument that cannot be used.
     """
 
+    # The planner's subclass has others, which move no data.
+    _communicator_class: type[Communicator] = Communicator
+    _storage_class: type[Storage] = Storage
+
     def __init__(
         self,
         module: nn.Module,
@@ -128,7 +132,7 @@ class Engine:
         self.module = module
         self.config = config = config or ZeroConfig()
         open_comm = partial(
-            Communicator,
+            self._communicator_class,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
@@ -144,7 +148,7 @@ class Engine:
         self.comm = comm
         self.recorder = comm.recorder
         self.plan = _plan_together(module, config, comm, probed)
-        self.storage = _open_storage(config, self.plan, comm)
+        self.storage = _open_storage(self._storage_class, config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
         self._is_closed = False
@@ -594,11 +598,13 @@ def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
     return Budgets(*comm.control.min_ints([free, cpu]))
 
 
-def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
+def _open_storage(
+    storage_class: type[Storage], config: ZeroConfig, plan: Plan, comm: Communicator
+) -> Storage:
     """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
     param, optimizer = config.offloads
     with failing_together("allocate its shards", gather=comm.control.gather_objects):
-        storage = Storage(
+        storage = storage_class(
             comm.device,
             rank=comm.rank,
             offload_param=param,
