@@ -249,8 +249,6 @@ optim.flow known.is_written
 optim.flow self._flow.untraceable
 optim.state_view view.raw
 optim.step self._view.raw
-planner.trace counter.high
-planner.trace recorder.counter.high
 record.recorder span.start
 tensors.full_view view._source
 tiers.grad_offload pending.transfer
