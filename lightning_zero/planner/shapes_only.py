@@ -115,7 +115,7 @@ class ShapesOnly(TorchDispatchMode):
         return func(*args, **kwargs) if largest <= _MAX_COMPUTED_NUMEL else _allocated(like)
 
     def _result_on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
-        key = (func, _key_of(args), _key_of(kwargs))
+        key: Any = (func, _key_of(args), _key_of(kwargs))
         try:
             if key in self._results:
                 return self._results[key]

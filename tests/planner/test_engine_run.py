@@ -1,5 +1,6 @@
 """The engine on shapes alone: few blocks stand for many, and values are not needed."""
 
+import resource
 from functools import partial
 
 import pytest
@@ -122,10 +123,12 @@ def test_a_step_that_cannot_run_is_refused_with_a_reason():
         peak_of(EngineRuns, a_decoder(2), ZeroConfig(stage=3), step=step)
 
 
-def test_memory_that_no_machine_has_is_counted():
-    width = 2**15  # 13 GB for each layer in float32
-    peak = peak_of(EngineRuns, a_decoder(4, width), ZeroConfig(stage=3), size=64)
+def test_memory_is_reserved_and_never_written():
+    width = 2**13  # 3 GB for each layer in float32
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = peak_of(EngineRuns, a_decoder(3, width), ZeroConfig(stage=3), size=64)
     assert peak.unsharded_bytes > 2 * 12 * width**2 * 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
 def _peak_beside_a_group(rank, world_size):
