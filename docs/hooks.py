@@ -1,6 +1,7 @@
-"""Hooks of MkDocs that add the dated pages of `tests/benchmarks` to the site.
+"""Hooks of MkDocs: the dated pages of `tests/benchmarks`, GitHub's alerts, and the version.
 
-The sources link to these pages by their path in the repository, so that the links work there, too.
+The sources are pages for GitHub, too. They link to the dated pages by their path in the repository,
+and a warning is an alert (`> [!WARNING]`), which the site shows as an admonition.
 """
 
 from __future__ import annotations
@@ -13,6 +14,15 @@ from mkdocs.structure.files import File
 
 _FOLDER = "tests/benchmarks"
 _ROOT = Path(__file__).parents[1]
+_ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", flags=re.MULTILINE)
+
+
+def on_config(config: Any) -> Any:
+    """Puts the version of the package into the footer of every page."""
+    version = re.search(r'"(.+)"', (_ROOT / "lightning_zero" / "_version.py").read_text())
+    assert version is not None
+    config.copyright = f"lightning_zero {version[1]}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -25,6 +35,12 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Rewrites links to the dated pages as links within the site."""
+    """Rewrites links to the dated pages as links within the site, and alerts as admonitions."""
     up = "../" * page.file.src_uri.count("/")
+    markdown = _ALERT.sub(_as_admonition, markdown)
     return re.sub(rf"\]\((?:\.\./)+{_FOLDER}/", f"]({up}benchmarks/", markdown)
+
+
+def _as_admonition(alert: re.Match[str]) -> str:
+    lines = [re.sub(r"^> ?", "    ", line).rstrip() for line in alert[2].splitlines()]
+    return "\n".join([f"!!! {alert[1].lower()}", "", *lines, ""])

@@ -94,6 +94,7 @@ def main() -> None:
         if lightning_zero_command(words) == 0:
             AutoConfig.from_pretrained(args.model).save_pretrained(args.out)
             tokenizer.save_pretrained(args.out)
+            print(f"weights and tokenizer: {args.out}")
 
 
 if __name__ == "__main__":

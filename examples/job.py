@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from stdlib_text import StdlibText, bigram_bits_per_byte
 from torch import Tensor
 
-from lightning_zero.conf import make_trainer, optimized_metric
+from lightning_zero.conf import apply_extras, make_trainer, optimized_metric
 
 __all__ = ["Job"]
 
@@ -39,6 +39,7 @@ class Job:
 
     @classmethod
     def of(cls, config: DictConfig) -> Job:
+        apply_extras(config)
         if config.seed is not None:
             pl.seed_everything(config.seed, workers=True)
         data = instantiate(config.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ import torch
 from gpt import GPT, GPTConfig
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = ["ByteLanguageModel", "share_of_lr"]
@@ -25,6 +26,8 @@ class ByteLanguageModel(pl.LightningModule):
         weight_decay: Weight decay of AdamW.
         is_fused: Use the fused AdamW. Lightning's own mixed precision cannot clip gradients with
             it; `ZeroStrategy` can. None: use it unless it is refused.
+        optimizer: Makes an optimizer of parameters, in place of AdamW. It is not stored in
+            checkpoints, since torch does not load them with it by default.
         shape: Fields of `GPTConfig`.
     """
 
@@ -35,10 +38,12 @@ class ByteLanguageModel(pl.LightningModule):
         warmup: float = 0.1,
         weight_decay: float = 0.1,
         is_fused: bool | None = None,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
         **shape: Any,
     ) -> None:
         super().__init__()
-        self.save_hyperparameters()
+        self.save_hyperparameters(ignore="optimizer")
+        self.make_optimizer = optimizer or self._adamw
         self.lr = lr
         self.warmup = warmup
         self.weight_decay = weight_decay
@@ -61,14 +66,7 @@ class ByteLanguageModel(pl.LightningModule):
         self.log("test/bits_per_byte", bits, sync_dist=True, batch_size=batch.shape[0])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        is_refused = isinstance(self.trainer.precision_plugin, MixedPrecision)
-        optimizer = torch.optim.AdamW(
-            self.parameters(),
-            lr=self.lr,
-            betas=(0.9, 0.95),
-            weight_decay=self.weight_decay,
-            fused=not is_refused if self.is_fused is None else self.is_fused,
-        )
+        optimizer = self.make_optimizer(self.parameters())
         num_steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: share_of_lr(step, num_steps=num_steps, warmup=self.warmup)
@@ -77,6 +75,16 @@ class ByteLanguageModel(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
+
+    def _adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        is_refused = isinstance(self.trainer.precision_plugin, MixedPrecision)
+        return torch.optim.AdamW(
+            parameters,
+            lr=self.lr,
+            betas=(0.9, 0.95),
+            weight_decay=self.weight_decay,
+            fused=not is_refused if self.is_fused is None else self.is_fused,
+        )
 
     @torch.no_grad()
     def continuation(

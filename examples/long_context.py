@@ -95,6 +95,8 @@ def main() -> None:
     print(f"rank {trainer.global_rank}: {kept:.1f} MiB of activations per step in CPU memory")
     if torch.cuda.is_available():
         print(f"peak memory of the GPU: {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+    if trainer.is_global_zero:
+        print(f"checkpoint: {trainer.checkpoint_callback.best_model_path}")
 
 
 if __name__ == "__main__":

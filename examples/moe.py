@@ -111,6 +111,8 @@ def main() -> None:
     ran = [mixture.ran for mixture in model.mixtures]
     loss = trainer.callback_metrics["train/loss"]
     print(f"rank {trainer.global_rank}: loss {loss:.3f}, experts of each layer {ran}")
+    if trainer.is_global_zero:
+        print(f"checkpoint: {trainer.checkpoint_callback.best_model_path}")
 
 
 if __name__ == "__main__":

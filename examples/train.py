@@ -7,11 +7,14 @@ Every setting is in `conf/`. Change settings on the command line, for example
 from __future__ import annotations
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from job import Job
 from omegaconf import DictConfig
 from stdlib_text import bigram_bits_per_byte
 
 _PROMPT = b"class "
+_MAX_PARAMETERS_ON_CPU = 10_000_000
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
@@ -32,6 +35,22 @@ def _print_result(job: Job) -> None:
     bigram = bigram_bits_per_byte(job.data.train_text, job.data.validation_windows())
     print(f"\nvalidation, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
     print(f"checkpoint: {job.best_model_path or 'none'}")
+    if _samples(job):
+        _print_continuation(job)
+    print(f"results: {job.config.paths.output_dir}")
+
+
+def _samples(job: Job) -> bool:
+    """`config.sample`; with auto, not in a sweep, and not from a large model on a CPU."""
+    if job.config.sample != "auto":
+        return bool(job.config.sample)
+    num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
+    is_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    on_cpu = job.config.trainer.accelerator == "cpu"
+    return not is_sweep and not (on_cpu and num_parameters > _MAX_PARAMETERS_ON_CPU)
+
+
+def _print_continuation(job: Job) -> None:
     try:
         text = _PROMPT + job.model.eval().continuation(_PROMPT, num_bytes=300)
     except RuntimeError as error:

@@ -112,6 +112,7 @@ def main() -> None:
     )
     if trainer.is_global_zero:
         print(f"accuracy: {trainer.callback_metrics['val/accuracy']:.1%}, by chance 33.3%")
+        print(f"checkpoint: {trainer.checkpoint_callback.best_model_path}")
 
 
 if __name__ == "__main__":

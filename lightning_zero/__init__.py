@@ -1,37 +1,86 @@
 """ZeRO stages 1-3 for PyTorch Lightning, without DeepSpeed.
 
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, their `_offload`
-variants, and each of these with `_notebook` for `Trainer(strategy=...)`. It also lets
-`load_from_checkpoint` open sharded checkpoints. The public names are defined in `_api`, which takes
-seconds to import; the command `lightning-zero` imports it only when needed.
+variants, and each of these with `_notebook` for `Trainer(strategy=...)`; see `_registration`. It
+imports neither torch nor Lightning. Each public name is imported at its first use.
 """
 
 import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_zero import _registration
 from lightning_zero._version import __version__
 
-
-def _is_command() -> bool:
-    """Whether this process was started as `lightning-zero`, or `python -m lightning_zero.cli`."""
-    program = sys.argv[0] if sys.argv else ""  # "-m" while Python looks for the module
-    return Path(program).name == "lightning-zero" or (
-        program == "-m" and "lightning_zero.cli" in sys.orig_argv
+if TYPE_CHECKING:
+    from lightning_zero.activations import offload_activations
+    from lightning_zero.checkpoint import (
+        full_state_dict,
+        load_checkpoint,
+        load_weights,
+        newest_checkpoint,
+        open_checkpoint,
+        save_checkpoint,
     )
+    from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
+    from lightning_zero.engine.engine import Engine
+    from lightning_zero.layout.config import ZeroConfig
+    from lightning_zero.layout.memory import MemoryReport
+    from lightning_zero.layout.offload import OffloadConfig
+    from lightning_zero.strategy.loading import load_from_checkpoint
+    from lightning_zero.strategy.strategy import ZeroStrategy
+
+__all__ = [
+    "Engine",
+    "MemoryReport",
+    "OffloadConfig",
+    "ZeroConfig",
+    "ZeroStrategy",
+    "__version__",
+    "before_collective",
+    "full_grad",
+    "full_state_dict",
+    "gathered",
+    "load_checkpoint",
+    "load_from_checkpoint",
+    "load_weights",
+    "newest_checkpoint",
+    "offload_activations",
+    "open_checkpoint",
+    "save_checkpoint",
+    "uneven_calls",
+]
+
+_MODULES = {
+    "activations": ["offload_activations"],
+    "checkpoint": [
+        "full_state_dict",
+        "load_checkpoint",
+        "load_weights",
+        "newest_checkpoint",
+        "open_checkpoint",
+        "save_checkpoint",
+    ],
+    "core.access": ["before_collective", "full_grad", "gathered", "uneven_calls"],
+    "engine.engine": ["Engine"],
+    "layout.config": ["ZeroConfig"],
+    "layout.memory": ["MemoryReport"],
+    "layout.offload": ["OffloadConfig"],
+    "strategy.loading": ["load_from_checkpoint"],
+    "strategy.strategy": ["ZeroStrategy"],
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
-__all__ = ["__version__"]
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
-if TYPE_CHECKING or not _is_command():
-    from lightning_zero import _api
-    from lightning_zero._api import *  # noqa: F403
 
-    __all__ += _api.__all__
-else:
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
-    def __getattr__(name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module("lightning_zero._api"), name)
+
+_registration.register_when_imported()

@@ -94,8 +94,7 @@ class OffloadedActivations(saved_tensors_hooks):
         key = (storage.cdata, tensor._version, *view)
         known = self._known.get(key)
         if known is not None:
-            known.num_uses += 1
-            return known
+            return known.use_again()
         offloaded = _Offloaded(tensor, storage, previous=self._last, pin_memory=self._pin_memory)
         self.nbytes += tensor.nbytes
         self._known[key] = offloaded
@@ -148,7 +147,7 @@ class _Offloaded:
         self._source: Tensor | None = None
         self._copy_done: streams.Event | None = None
         self.previous = previous  # tensor that was saved before this one
-        self.num_uses = 1  # operations that saved it
+        self._num_uses = 1  # operations that saved it
         # As long as this reference lives, no other storage has the same address: see `_known`.
         self._storage = storage
         self._shape, self._stride = tensor.shape, tensor.stride()
@@ -173,6 +172,11 @@ class _Offloaded:
 
     def __del__(self) -> None:
         self.drop_source()  # a graph may be freed before its last copies are made
+
+    def use_again(self) -> _Offloaded:
+        """Counts another operation that saved the tensor."""
+        self._num_uses += 1
+        return self
 
     @property
     def is_copied(self) -> bool:
@@ -223,7 +227,7 @@ class _Offloaded:
             current.wait_event(self._fetch_done)
             tensor.record_stream(current)
         self._num_taken += 1
-        if self._num_taken == self.num_uses:
+        if self._num_taken == self._num_uses:
             self._fetched, self._num_taken = None, 0
         return tensor
 

@@ -1,6 +1,7 @@
 """Callbacks for any Trainer whose strategy is a `ZeroStrategy`."""
 
 from lightning_zero.observe.monitor import ZeroMonitor
+from lightning_zero.observe.progress import ProgressLines
 from lightning_zero.observe.report import MemoryTable
 
-__all__ = ["MemoryTable", "ZeroMonitor"]
+__all__ = ["MemoryTable", "ProgressLines", "ZeroMonitor"]

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ __all__ = ["pytest_sessionfinish"]
 pytest_plugins = ["tests.support.disks"]
 
 _BEGIN_S = pytest.StashKey[float]()
+_NO_TIME = "no time left: --stop-after-s"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -43,7 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.getoption("stop_after_s")
     if limit_s is not None and time.monotonic() - item.config.stash[_BEGIN_S] > limit_s:
-        pytest.skip(f"no time left: --stop-after-s {limit_s:g}")
+        pytest.skip(f"{_NO_TIME} {limit_s:g}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    skipped = terminalreporter.getreports("skipped")
+    num_left = sum(_NO_TIME in str(report.longrepr) for report in skipped)
+    if num_left:
+        terminalreporter.write_line(f"{num_left} tests did not run: {_NO_TIME}", yellow=True)
 
 
 @pytest.hookimpl(tryfirst=True)

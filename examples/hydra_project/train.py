@@ -19,6 +19,8 @@ def main(config: DictConfig) -> float | None:
     trainer = make_trainer(config)
     model, data = instantiate(config.model), instantiate(config.data)
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
+    if trainer.is_global_zero:
+        print(f"results: {config.paths.output_dir}")
     return optimized_metric(config, trainer.callback_metrics)
 
 

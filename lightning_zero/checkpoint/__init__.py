@@ -11,6 +11,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     save_record       identifies the save that each file belongs to
     modules           modules among the hyperparameters of a checkpoint
     torch_file        reads and writes files of `torch.save`, tensor by tensor
+    engine_checkpoint saves and loads all states of an engine, without Lightning
     load              loads any checkpoint into modules, masters and optimizer states
     source            opens a checkpoint of any format, verifies and summarizes it
     hugging_face      Hugging Face's format
@@ -22,6 +23,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
 Begin with `states`.
 """
 
+from lightning_zero.checkpoint.engine_checkpoint import load_checkpoint, save_checkpoint
 from lightning_zero.checkpoint.load import (
     load_masters,
     load_module,
@@ -34,6 +36,7 @@ from lightning_zero.checkpoint.states import full_state_dict, narrow_masters
 
 __all__ = [
     "full_state_dict",
+    "load_checkpoint",
     "load_masters",
     "load_module",
     "load_optimizer",
@@ -41,4 +44,5 @@ __all__ = [
     "narrow_masters",
     "newest_checkpoint",
     "open_checkpoint",
+    "save_checkpoint",
 ]

@@ -103,6 +103,11 @@ class _Record:
         self.arguments = arguments
         self.state: Any = None
 
+    def build(self, state: Any) -> None:
+        if self.state is not None:
+            raise _InvalidMetadataError("the state of a record is set twice")
+        self.state = state
+
 
 # ---------------------------------------------------------------------------------------- opcodes
 
@@ -297,10 +302,7 @@ class _PickleInterpreter:
 
     def build(self) -> None:
         state = self._stack.pop()
-        record = _expect_type(self._stack[-1], _Record)
-        if record.state is not None:
-            raise _InvalidMetadataError("the state of a record is set twice")
-        record.state = state
+        _expect_type(self._stack[-1], _Record).build(state)
 
 
 _MEMOIZE, _GET1, _GET4 = 0x94, ord("h"), ord("j")

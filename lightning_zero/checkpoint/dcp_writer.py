@@ -146,6 +146,16 @@ class SavePlanCache:
         """Drops plan and results; if one rank clears them, all ranks send theirs again."""
         self.metadata, self.last_written = b"", None
 
+    def receive_entries(
+        self, entries: dict[str, tuple[str, torch.dtype]], channel: Channel
+    ) -> None:
+        """Takes the entries of rank 0. Collective: every rank."""
+        self.entries = channel.broadcast(entries)
+
+    def merge(self, planner: DefaultSavePlanner, written: list[_Written]) -> None:
+        """Makes the metadata of the plans and results of all ranks. On rank 0 only."""
+        self.metadata = pickle.dumps(merge_metadata(planner, written))
+
     def gather_if_changed(
         self, write: Callable[[], tuple[_Written, str]], channel: Channel
     ) -> tuple[list[_Written] | None, list[str]]:
@@ -218,7 +228,7 @@ class ShardedSave:
         together = partial(run_on_all_ranks, gather=channel.all_gather)
         address, has_changed = together(read_dict)[0]
         if has_changed:
-            plan_cache.entries = channel.broadcast(agreed)
+            plan_cache.receive_entries(agreed, channel)
 
         def set_up_shards() -> None:
             if not is_first:
@@ -291,7 +301,8 @@ class ShardedSave:
                 and isinstance(error, OSError)
                 and error.errno in DISK_FULL_ERRNOS
             ):
-                raise self._disk_full_error(target) from error
+                with contextlib.suppress(RuntimeError):  # a rank has ended meanwhile
+                    raise self._disk_full_error(target) from error
             raise
 
     def _begin(self) -> tuple[str, str]:
@@ -343,7 +354,7 @@ class ShardedSave:
                 )
         if written is not None:
             with gc_paused():
-                self.plan_cache.metadata = pickle.dumps(merge_metadata(self.planner, written))
+                self.plan_cache.merge(self.planner, written)
         ends = {rank_file(rank): digest for rank, digest in enumerate(digests)}
         rest = self.rest.getbuffer()
         if isinstance(folder, RemotePath):

@@ -17,23 +17,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import atomic, dcp_reader, hugging_face, torch_file
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
-from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.remote import RemotePath, check_shared
+from lightning_zero.checkpoint.states import MASTERS_KEY
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
-from lightning_zero.health.together import Gather, run_on_all_ranks
+from lightning_zero.health.together import Gather, failing_together, run_on_all_ranks
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.lazy import LazyTensor
 
@@ -42,6 +44,7 @@ __all__ = [
     "format_of",
     "has_checksums",
     "open_checkpoint",
+    "open_on_all_ranks",
     "raise_damage",
     "raise_damage_on_any_rank",
     "summarize",
@@ -142,6 +145,8 @@ def raise_damage_on_any_rank(
 
 # --------------------------------------------------------------------------------------- opening
 
+# Entries whose tensors are read from the file when they are loaded.
+_READ_FROM_FILE = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _ACCEPTED = (
     "a Lightning checkpoint (.ckpt), a state dict written by torch.save, a .safetensors file, a "
     "directory of such files with a Hugging Face index, a DeepSpeed ZeRO checkpoint directory, or "
@@ -180,6 +185,38 @@ def open_checkpoint(
             f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "
             "damaged, or of an unknown version."
         ) from error
+
+
+def open_on_all_ranks(
+    path: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    gather_for: Callable[[str], Gather],
+    *,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """As `open_checkpoint`, after the ranks have verified it together. Collective: every rank.
+
+    `path` is the same on every rank. `gather_for` returns a function that gathers, for a name of
+    the wait. Tensors besides the model's and the optimizers' are copies,
+    which stay valid when the file is replaced.
+
+    Raises:
+        ValueError: The checkpoint is damaged, or its format is unknown.
+        OSError, RuntimeError: Another rank could not open it.
+    """
+    with failing_together(f"reach {path}", gather=gather_for(f"all ranks to reach {path}")):
+        check_shared(path, world_size)
+    with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
+        if rank == 0:
+            recover(locate(path))
+    raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
+    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
+        checkpoint = open_checkpoint(path, weights_only=weights_only)
+    for key, value in checkpoint.items():
+        if key not in _READ_FROM_FILE:
+            checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
+    return checkpoint
 
 
 def _open_located(

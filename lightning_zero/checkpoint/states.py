@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero._version import __version__
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
@@ -40,6 +41,9 @@ from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
 
 __all__ = [
+    "MASTERS_KEY",
+    "METADATA_KEY",
+    "describe_save",
     "full_state_dict",
     "narrow_masters",
     "replicated_as_shards",
@@ -48,6 +52,19 @@ __all__ = [
     "sharded_state_dict",
     "shards_in",
 ]
+
+MASTERS_KEY = "lightning_zero_masters"
+METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
+
+
+def describe_save(engine: Engine) -> dict[str, Any]:
+    """The entry `METADATA_KEY` of a checkpoint that `engine` writes."""
+    return {
+        "version": __version__,
+        "stage": engine.config.stage,
+        "world_size": engine.comm.size,
+    }
+
 
 # -------------------------------------------------------------------------------------------- full
 

@@ -15,6 +15,7 @@ import os
 import pickle
 import struct
 import sys
+import traceback
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -150,10 +151,6 @@ def _pickle_module(package: str) -> ModuleType:
     return changed
 
 
-# Parts of errors of torch's reader; other errors may come from a class that is unpickled.
-_TORCH_ERROR_WORDS = ("PytorchStreamReader", "EOF", "corrupted", "Invalid arg")
-
-
 def _with_path(
     path: CheckpointPath, error: Exception, *, is_zip: bool, runs_classes: bool
 ) -> Exception:
@@ -163,13 +160,17 @@ def _with_path(
             return pickle.UnpicklingError(f"{path}: {printable(str(error))}")
     elif isinstance(error, OSError) and error.errno:
         return OSError(error.errno, f"cannot be read ({error.strerror})", str(path))
-    elif isinstance(error, (MemoryError, ImportError)) or (
-        runs_classes
-        and not isinstance(error, (LookupError, UnicodeError))
-        and not any(word in str(error) for word in _TORCH_ERROR_WORDS)
-    ):
+    elif isinstance(error, (MemoryError, ImportError)):
         return error
+    elif runs_classes and (isinstance(error, AttributeError) or not _is_raised_by_torch(error)):
+        return error  # of a class that is unpickled, or missing
     return ValueError(_damage_text(path, printable(f"{type(error).__name__}: {error}")))
+
+
+def _is_raised_by_torch(error: Exception) -> bool:
+    """Whether torch, or the C code that it calls, has raised the error."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return Path(torch.__file__).parent in Path(frame.f_code.co_filename).parents
 
 
 _MAX_INFLATED_BYTES = 2**26

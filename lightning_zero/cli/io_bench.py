@@ -152,7 +152,13 @@ def _opened(path: Path, nbytes: int, settings: TierSettings) -> Iterator[_Disk]:
     """Opens a store with a test file that has been written once: first writes are slower."""
     number = settings.num_threads
     with contextlib.closing(
-        NvmeStore(path, rank=0, num_read_threads=number, num_write_threads=number)
+        NvmeStore(
+            path,
+            rank=0,
+            num_read_threads=number,
+            num_write_threads=number,
+            block_bytes=settings.block_bytes,
+        )
     ) as store:
         file = store.create("io-bench", nbytes)
         settings = replace(settings, buffer_count=2, buffer_bytes=16 * _MIB)
@@ -187,15 +193,17 @@ def _sweep(
         threshold = _GOOD_ENOUGH * max(rates.values())
         return next(settings for settings, rate in rates.items() if rate >= threshold)
 
-    numbers = [TierSettings(num_threads=number) for number in _THREADS]
-    with contextlib.ExitStack() as stack:
-        size = nbytes // len(numbers)
-        disks = [stack.enter_context(_opened(path, size, each)) for each in numbers]
-        best = best_of(numbers, disks)
+    best = TierSettings()
+    threads = [{"num_threads": number} for number in _THREADS]
+    for changes in (threads, [{"block_bytes": size * _MIB} for size in _BLOCKS_MIB]):
+        candidates = [replace(best, **change) for change in changes]
+        with contextlib.ExitStack() as stack:  # threads and blocks belong to a store
+            size = nbytes // len(candidates)
+            disks = [stack.enter_context(_opened(path, size, each)) for each in candidates]
+            best = best_of(candidates, disks)
     buffers = [{"buffer_count": count, "buffer_bytes": size * _MIB} for count, size in _BUFFERS]
     with _opened(path, nbytes, best) as disk:
-        for changes in ([{"block_bytes": size * _MIB} for size in _BLOCKS_MIB], buffers):
-            best = best_of([replace(best, **change) for change in changes], [disk])
+        best = best_of([replace(best, **change) for change in buffers], [disk])
     return best, tuple(tried.items())
 
 
@@ -224,7 +232,6 @@ def _rate(
 
     If `seconds` is infinite, they run once.
     """
-    store.block_bytes = settings.block_bytes
     pipeline = Pipeline(buffers)
     size = len(jobs) if math.isinf(seconds) else 4 * settings.buffer_count
     batches = [jobs[start : start + size] for start in range(0, len(jobs), size)]

@@ -194,10 +194,11 @@ def _add_inspect(subparsers: _Subparsers) -> None:
 # -------------------------------------------------------------------- plan
 
 _PLAN = """\
-Estimates for every stage and offload: device memory of a rank, CPU memory and
-disk of a node, and the bytes that a step transfers. Prints which choices fit and
-the cheapest of them. The estimate uses the engine's own plan and needs no device.
-The exit status is 1 if nothing fits.
+Estimates the device memory of a rank, the CPU memory and disk of a node, and the
+bytes that a step sends, for every stage and offload. Prints the choices that are
+worth a look, and for the cheapest that fits the call of the Trainer and the
+overrides of conf/. The estimate needs no device. The exit status is 1 if nothing
+fits.
 """
 _PLAN_EXAMPLES = """\
 examples:
@@ -226,12 +227,15 @@ def _add_plan(subparsers: _Subparsers) -> None:
     _add_model(parser)
     _add_training(parser)
     _add_machine(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw a plot")
+    add = parser.add_argument_group("output").add_argument
+    add("--all", action="store_true", help="print every choice, and what the estimate assumes")
+    add("--json", action="store_true", help="print JSON")
+    add("--plot", type=Path, metavar="PNG", help="also draw a plot")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True).add_argument
+    group = parser.add_argument_group("model (one of the first three)")
+    what = group.add_mutually_exclusive_group(required=True).add_argument
     what(
         "--model",
         help="a preset, such as llama_70b (an unknown name lists all), or a Hugging Face "
@@ -239,7 +243,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )
     what("--module", metavar="MODULE:CLASS", help="a torch or Lightning module to build")
     what("--config-name", help="a Hydra configuration, followed by overrides")
-    add = parser.add_argument
+    add = group.add_argument
     add("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE for --config-name")
     add("--config-dir", help="directory of --config-name (default: conf of this package)")
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of --module")
@@ -248,7 +252,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("training").add_argument
     add(
         "--batch",
         type=_positive,
@@ -270,7 +274,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_machine(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = parser.add_argument_group("machine").add_argument
     add(
         "--ranks",
         type=_positive,

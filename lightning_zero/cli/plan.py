@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
+        "on_cpu": not machine.has_device_memory,
         "data_parallel_bytes": data_parallel_bytes(named, optimizers),
         "full_checkpoint_bytes": full_checkpoint_bytes(named, optimizers),
     }
@@ -108,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({**summary, "choices": [as_dict(row) for row in rows], "best": best}))
     else:
-        print(as_text(summary, rows, machine, best, note))
+        print(as_text(summary, rows, machine, best, note, shows_all=args.all))
     if args.plot is not None:
         title = f"{source.title}, {name}, {machine.num_ranks} ranks"
         draw(rows, best["choice"] if best else None, machine, title, args.plot)

@@ -28,7 +28,7 @@ from lightning_zero.observe.plots import (
     style_axes,
     titled_axes,
 )
-from lightning_zero.observe.tables import paragraph, table
+from lightning_zero.observe.tables import table
 from lightning_zero.planner import Estimate, Machine
 from lightning_zero.strategy.settings import as_arguments
 
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 __all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw"]
+
+_TEXT_WIDTH = 80  # columns
+_NVME_WITH_GRADIENTS = "nvme with gradients"
+# Choices of the group precision in conf.
+_PRECISIONS = {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed", "32-true": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -130,63 +135,133 @@ def as_dict(row: Row) -> dict[str, Any]:
 
 
 def as_text(
-    summary: Mapping[str, Any], rows: Sequence[Row], machine: Machine, best: Any, note: str
+    summary: Mapping[str, Any],
+    rows: Sequence[Row],
+    machine: Machine,
+    best: Any,
+    note: str,
+    *,
+    shows_all: bool = False,
 ) -> str:
-    """Text of the result; `note` names what is not counted, and may be empty."""
-    head = (
+    """Text of the result, for 80 columns.
+
+    Args:
+        summary: Model, training and ranks.
+        rows: Estimates of all choices.
+        machine: Hardware of the job.
+        best: Result of `best_of`.
+        note: What is not counted; may be empty.
+        shows_all: Whether to show all choices, and the assumptions of the estimate.
+    """
+    shown = rows if shows_all else _worth_reading(rows, best)
+    num_hidden = len(rows) - len(shown)
+    above = [*_head(summary, machine), note]
+    below = [f"{num_hidden} more choices: --all" if num_hidden else ""]
+    below += _assumptions(summary, rows, machine) if shows_all else []
+    parts = [*map(_wrapped, filter(None, above)), "", _table(shown, best)]
+    parts += [text for line in filter(None, below) for text in ("", _wrapped(line))]
+    return "\n".join([*parts, "", *_verdict(summary, rows, best)])
+
+
+def _wrapped(text: str) -> str:
+    return fill(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _head(summary: Mapping[str, Any], machine: Machine) -> Iterator[str]:
+    yield (
         f"{summary['model']}: {summary['parameters']:,} parameters, {summary['precision']}, "
-        f"{summary['optimizer']}, {machine.num_ranks} ranks, {machine.ranks_per_node} per node"
+        f"{summary['optimizer']}"
     )
-    data_parallel = format_bytes(summary["data_parallel_bytes"])
-    full_checkpoint = format_bytes(summary["full_checkpoint_bytes"])
-    comparison = f"DistributedDataParallel would need {data_parallel} of model states per device."
-    saving = (
-        f"Saving a full checkpoint needs {full_checkpoint} of CPU memory on rank 0. Saving a "
-        "sharded checkpoint needs a few buffers on each rank, and with async_save also a copy of "
-        "the rank's shards."
+    bounds = (
+        (machine.device_bytes, "per device"),
+        (machine.host_bytes, "of CPU memory and"),
+        (machine.disk_bytes, "of disk per node"),
     )
-    above = [head, note] if note else [head]
-    below = [*_legend(rows, machine), comparison, saving]
-    parts = [*map(paragraph, above), "", _table(rows, best), "", *map(paragraph, below)]
-    return "\n".join([*parts, "", *_verdict(rows, best)])
+    limits = ", ".join(
+        f"{'any amount' if nbytes is None else format_bytes(nbytes)} {where}"
+        for nbytes, where in bounds
+    ).replace("and,", "and")
+    nodes = machine.num_ranks // machine.ranks_per_node
+    yield f"{machine.num_ranks} ranks on {nodes} node(s) with {limits}"
+    yield f"DDP needs {format_bytes(summary['data_parallel_bytes'])} of model states per device"
+
+
+def _worth_reading(rows: Sequence[Row], best: Any) -> list[Row]:
+    """Choices without offload, and those with it that fit in less memory than any faster one.
+
+    If nothing fits, the three closest choices.
+    """
+    if best is None:
+        closest = sorted(rows, key=lambda row: sum(row.chosen.missing_bytes.values()))[:3]
+        return [row for row in rows if row.plain.choice.offload == "none" or row in closest]
+    fitting = [row for row in rows if row.chosen.fits]
+
+    def is_beaten(row: Row) -> bool:
+        own = (row.chosen.device_bytes, row.chosen.transfer_seconds[0])
+        others = (
+            (other.chosen.device_bytes, other.chosen.transfer_seconds[0])
+            for other in fitting
+            if other is not row
+        )
+        return any(one != own and one[0] <= own[0] and one[1] <= own[1] for one in others)
+
+    return [
+        row
+        for row in rows
+        if row.plain.choice.offload == "none"
+        or row.plain.choice.name == best["choice"]
+        or (row.chosen.fits and not is_beaten(row))
+    ]
 
 
 def _table(rows: Sequence[Row], best: Any) -> str:
+    """Table of choices as they would be trained (`Row.chosen`), without columns of zeros."""
     (unit, size), (time_unit, per_second) = _byte_unit(rows), _time_unit(rows)
 
     def short(number: float, digits: int = 3) -> str:
         return f"{number:.{digits}g}" if number < 99.5 else f"{number:.0f}"
 
-    def cells(row: Row) -> list[str]:
-        plain, checkpointed = row.plain, row.checkpointed
-        overlapped, sequential = (seconds * per_second for seconds in plain.transfer_seconds)
-        times = f"{short(overlapped, 2)}..{short(sequential, 2)}"
+    def times(estimate: Estimate) -> str:
+        overlapped, sequential = (seconds * per_second for seconds in estimate.transfer_seconds)
         if short(overlapped, 2) == short(sequential, 2):
-            times = short(sequential)
-        if plain.fits:
-            fits = "yes"
-        elif row.chosen.fits:
-            fits = "with ckpt."
-        else:
-            fits = f"no: {', '.join(row.chosen.missing_bytes)}".replace(" memory,", ",")
-        is_best = best is not None and best["choice"] == plain.choice.name
-        return [
-            f"{plain.choice.zero} *" if is_best else plain.choice.zero,
-            plain.choice.offload,
-            _in_unit(plain.rank_memory.tier_bytes(Tier.DEVICE), size),
-            _in_unit(plain.device_bytes, size),
-            "" if checkpointed is None else _in_unit(checkpointed.device_bytes, size),
-            _in_unit(plain.host_bytes, size),
-            _in_unit(plain.disk_bytes, size),
-            _in_unit(plain.traffic.wire, size),
-            times,
-            fits,
-        ]
+            return short(sequential)
+        return f"{short(overlapped, 2)}-{short(sequential, 2)}"
 
+    def fits(row: Row) -> str:
+        if row.plain.fits:
+            return "yes"
+        if row.chosen.fits:
+            return "recompute"
+        return f"no: {'+'.join(row.chosen.missing_bytes)}".replace(" memory", "")
+
+    names = {"host_bytes": f"CPU\n{unit}", "disk_bytes": f"disk\n{unit}"}
+    used = [name for name in names if any(getattr(row.chosen, name) for row in rows)]
     header = [
-        unit, "offload", "states", "peak", "peak, ckpt.", "host", "disk", "sent", time_unit, "fits"
-    ]  # fmt: skip
-    return table([header, *map(cells, rows)], left=(0, 1, len(header) - 1))
+        "",
+        "zero=",
+        "offload=",
+        f"states\n{unit}",
+        f"peak\n{unit}",
+        *(names[name] for name in used),
+        f"sent\n{unit}",
+        f"transfers\n{time_unit}",
+        "fits",
+    ]
+    lines = [
+        [
+            "*" if best is not None and best["choice"] == row.plain.choice.name else "",
+            row.plain.choice.zero,
+            row.plain.choice.offload.replace(_NVME_WITH_GRADIENTS, "nvme+gradients"),
+            _in_unit(row.chosen.rank_memory.tier_bytes(Tier.DEVICE), size),
+            _in_unit(row.chosen.device_bytes, size),
+            *(_in_unit(getattr(row.chosen, name), size) for name in used),
+            _in_unit(row.chosen.traffic.wire, size),
+            times(row.chosen),
+            fits(row),
+        ]
+        for row in rows
+    ]
+    return table([header, *lines], left=(0, 1, 2), width=_TEXT_WIDTH)
 
 
 def _byte_unit(rows: Sequence[Row]) -> tuple[str, int]:
@@ -198,28 +273,33 @@ def _time_unit(rows: Sequence[Row]) -> tuple[str, float]:
     """Name of the time unit of the table, and the number of them in a second."""
     if all(row.plain.transfer_seconds[1] < 1 for row in rows):
         return "ms", 1e3
-    return "seconds", 1.0
+    return "s", 1.0
 
 
 def _in_unit(nbytes: float, size: int) -> str:
     return f"{nbytes / size:.1f}" if nbytes < 100 * size else f"{nbytes / size:.0f}"
 
 
-def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
-    (unit, _), (time_unit, _) = _byte_unit(rows), _time_unit(rows)
+def _assumptions(
+    summary: Mapping[str, Any], rows: Sequence[Row], machine: Machine
+) -> Iterator[str]:
     rates = machine.rates
     all_rates = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
     link, cpu_link, disk, memory = (rate / 1e9 for rate in all_rates)
-    yield "*: cheapest choice that fits"
-    yield "off: stage 0, everything replicated"
-    yield f"states: {unit} per device between steps"
-    yield f"peak: {unit} per device during a step; ckpt.: with activation checkpointing"
-    yield f"host, disk: {unit} of CPU memory and of disk per node"
-    yield f"sent: {unit} per rank and step, to other ranks"
     yield (
-        f"{time_unit}: time per step of transfers and of optimizer steps on the CPU, fully "
-        f"overlapped .. in sequence, at {link:g} GB/s between ranks, {cpu_link:g} GB/s between "
-        f"device and CPU, {disk:g} GB/s of disk and {memory:g} GB/s of CPU memory (set by --rates)"
+        "States and peak are per device, between steps and during a step. CPU memory and disk are "
+        "per node. Sent bytes go from a rank to other ranks, in a step."
+    )
+    yield (
+        f"Transfers and optimizer steps on the CPU take from the first time, if all overlap, to "
+        f"the second, if none does: at {link:g} GB/s between ranks, {cpu_link:g} GB/s between "
+        f"device and CPU, {disk:g} GB/s of disk and {memory:g} GB/s of CPU memory. Set other rates "
+        "with --rates."
+    )
+    yield (
+        f"Saving a full checkpoint needs {format_bytes(summary['full_checkpoint_bytes'])} of CPU "
+        "memory on rank 0. Saving a sharded checkpoint needs a few buffers on each rank, and with "
+        "async_save also a copy of the rank's shards."
     )
     if machine.has_device_memory:
         yield (
@@ -229,17 +309,9 @@ def _legend(rows: Sequence[Row], machine: Machine) -> Iterator[str]:
     ranges = [row.plain.ranks.min_max_bytes(tier) for row in rows for tier in Tier]
     if any(smallest != largest for smallest, largest in ranges):
         yield "Ranks own full tensors and differ: the numbers are those of the rank with most."
-    limits = {
-        "--device-memory": machine.device_bytes,
-        "--host-memory": machine.host_bytes,
-        "--disk": machine.disk_bytes,
-    }
-    unbounded = [name for name, limit in limits.items() if limit is None]
-    if unbounded:
-        yield f"{', '.join(unbounded)} not given: assumed unlimited."
 
 
-def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
+def _verdict(summary: Mapping[str, Any], rows: Sequence[Row], best: Any) -> Iterator[str]:
     if best is not None:
         how = " with activation checkpointing" if best["checkpointing"] else ""
         needs = [f"{format_bytes(best['device_bytes'])} per device"]
@@ -247,14 +319,44 @@ def _verdict(rows: Sequence[Row], best: Any) -> Iterator[str]:
             nbytes = best[f"{name}_bytes_per_node"]
             if nbytes:
                 needs.append(f"{format_bytes(nbytes)} {where} per node")
-        yield paragraph(f"cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
-        yield best["strategy"]
+        yield _wrapped(f"* cheapest that fits: {best['choice']}{how}: {', '.join(needs)}")
+        yield _trainer(summary, best)
+        yield _overrides(summary, best)
         return
     estimates = [row.chosen for row in rows]
     yield "nothing fits; closest choices, with activation checkpointing if possible:"
     for one in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
         missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.missing_bytes.items())
-        yield paragraph(f"  {one.choice.name}: {missing} missing")
+        yield _wrapped(f"  {one.choice.name}: {missing} missing")
+
+
+def _trainer(summary: Mapping[str, Any], best: Any) -> str:
+    """Call of the Trainer for the cheapest choice."""
+    nodes = summary["ranks"] // summary["ranks_per_node"]
+    arguments = [f"strategy={best['strategy']}", f"devices={summary['ranks_per_node']}"]
+    arguments += [f"num_nodes={nodes}"] if nodes > 1 else []
+    arguments += ['accelerator="cpu"'] if summary["on_cpu"] else []
+    return f'Trainer({", ".join(arguments)}, precision="{summary["precision"]}")'
+
+
+def _overrides(summary: Mapping[str, Any], best: Any) -> str:
+    """Overrides of `conf` for the cheapest choice."""
+    zero, _, offload = best["choice"].partition(", offload=")
+    nodes = summary["ranks"] // summary["ranks_per_node"]
+    words = [f"zero={zero}"]
+    if offload == _NVME_WITH_GRADIENTS:
+        words += ["offload=nvme", "+trainer.strategy.offload_optimizer.max_in_cpu_bytes=0"]
+    elif offload:
+        words.append(f"offload={offload}")
+    words += ["recompute=blocks"] if best["checkpointing"] else []
+    precision = _PRECISIONS.get(summary["precision"])
+    words.append(
+        f"precision={precision}" if precision else f"trainer.precision={summary['precision']}"
+    )
+    words.append(f"trainer.devices={summary['ranks_per_node']}")
+    words += [f"trainer.num_nodes={nodes}"] if nodes > 1 else []
+    words += ["trainer.accelerator=cpu"] if summary["on_cpu"] else []
+    return " ".join(words)
 
 
 # -------------------------------------------------------------------- plot

@@ -14,7 +14,7 @@ from lightning_zero.record.spans import Kind, Recording
 
 __all__ = ["run"]
 
-_GIB = 1024**3
+_MIB = 1024**2
 
 
 def run(args: argparse.Namespace) -> int:
@@ -33,13 +33,13 @@ def run(args: argparse.Namespace) -> int:
 def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"mean of {len(recordings)} ranks" if len(recordings) > 1 else "1 rank"
-    yield f"step {recordings[0].step}: {seconds:.4f} s, {ranks}"
-    lines = [["", "GiB", "in flight s", "hidden s", "exposed s", "GiB/s"]]
+    yield f"step {recordings[0].step}: {seconds * 1e3:.1f} ms, {ranks}"
+    lines = [["", "MiB", "in flight ms", "overlapped ms", "exposed ms", "GiB/s"]]
     for kind in Kind:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]
         if any(values):
-            lines.append([kind.value, *(f"{value:.4f}" if value else "-" for value in values)])
+            lines.append([kind.value, *(f"{value:.2f}" if value else "-" for value in values)])
     yield table(lines)
     yield CPU_TIMING_NOTE
     yield _waits(recordings)
@@ -52,24 +52,24 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
 
 
 def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
-    """Values in the order of the columns. Compute is never hidden, but may be exposed."""
+    """Values in the order of the columns. Compute is never overlapped, but may be exposed."""
     return (
-        recording.nbytes(kind) / _GIB,
-        recording.in_flight_s(kind),
-        0.0 if kind.is_compute else recording.hidden_s(kind),
-        recording.exposed_s(kind),
+        recording.nbytes(kind) / _MIB,
+        recording.in_flight_s(kind) * 1e3,
+        0.0 if kind.is_compute else recording.hidden_s(kind) * 1e3,
+        recording.exposed_s(kind) * 1e3,
         recording.gib_per_s(kind),
     )
 
 
 def _waits(recordings: Sequence[Recording]) -> str:
     by_wait = sorted(recordings, key=lambda recording: recording.waited_for_others_s)
-    least, most = by_wait[0], by_wait[-1]
-    if least is most:
-        return f"compute waited {least.waited_for_others_s:.4f} s"
-    more = most.waited_for_others_s - least.waited_for_others_s
-    share = more / (most.seconds or 1)
+    least, others = by_wait[0], by_wait[1:]
+    if not others:
+        return f"compute waited {least.waited_for_others_s * 1e3:.1f} ms"
+    more = fmean(one.waited_for_others_s for one in others) - least.waited_for_others_s
+    share = more / (max(recording.seconds for recording in recordings) or 1)
     return (
-        f"rank {least.rank} waited least, {least.waited_for_others_s:.4f} s; "
-        f"rank {most.rank} waited most, {more:.4f} s longer ({share:.1%} of the step)"
+        f"rank {least.rank} was last: the others waited {more * 1e3:.1f} ms longer "
+        f"({share:.1%} of the step)"
     )

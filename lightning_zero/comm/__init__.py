@@ -8,6 +8,7 @@ Imports record, layout, tensors and health.
     control       control plane: integers, masks and objects between CPUs, in rounds of log2(N)
                   messages; and `Channel`, for a background thread
     rounds        votes and results of rounds, and their checks
+    world         collectives on WORLD, for a strategy
     collectives   detects the user's collectives before they are issued
     fake          a process as one rank of a group that does not exist, for the planner
     consistency   checks that model, optimizers and settings are equal on all ranks

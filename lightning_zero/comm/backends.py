@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,7 +17,15 @@ from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import ScratchPool
 
-__all__ = ["Backend", "SplitSizes", "DeviceBackend", "GlooBackend", "Source", "backend_for"]
+__all__ = [
+    "Backend",
+    "SplitSizes",
+    "DeviceBackend",
+    "GlooBackend",
+    "Source",
+    "backend_for",
+    "queue_warnings",
+]
 
 # New names of torch 2.13; 2.11 has only the old ones.
 _all_gather_single: Callable[..., Any] = getattr(
@@ -62,10 +71,23 @@ def _closed_error() -> RuntimeError:
 
 def backend_for(device: torch.device) -> str:
     """Returns the backend for tensors on `device`; the default group may have one per device."""
-    backend = str(dist.get_backend()) if has_world() else "undefined"
-    if backend != "undefined":
-        return backend
+    if has_world():
+        pairs = (pair.split(":") for pair in dist.get_backend_config().split(","))
+        by_device = dict(pairs)
+        if device.type in by_device:
+            return by_device[device.type]
     return "nccl" if device.type == "cuda" else "gloo"
+
+
+def queue_warnings(device: torch.device) -> list[str]:
+    """Returns warnings about settings with which two communicators on `device` can hang."""
+    if backend_for(device) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return []
+    return [
+        "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that kernels of two NCCL communicators can wait for "
+        "each other forever; unset it, or use separate_reduce_scatter_group=False and "
+        "overlap_step=False."
+    ]
 
 
 @dataclass
@@ -240,13 +262,17 @@ class DeviceBackend(Backend):
     buffers were allocated and written. These streams have high priority, because other ranks wait
     for their work.
 
-    Two communicators are active at once on one device. Their kernels may wait for each other if the
-    device cannot hold both, or starts them in a different order on each rank: leave
-    CUDA_DEVICE_MAX_CONNECTIONS as it is (Megatron-LM sets it to 1). With NCCL 2.26 or later and
-    NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in the order in which they were issued, which is the
-    same on all ranks (core/order.py), except for a step that a worker thread runs. One
-    communicator would be better where memory is short: each one allocates its own buffers, which
+    By default both use one communicator, which runs its kernels one after the other, in the order
+    in which all ranks issue them (core/order.py). `gather_group` is a second communicator. Then an
+    all-gather and a reduction may overlap, but their kernels may wait for each other if the device
+    cannot hold both, or starts them in a different order on each rank: CUDA_DEVICE_MAX_CONNECTIONS
+    must be more than 1. With NCCL 2.26 or later and NCCL_LAUNCH_ORDER_IMPLICIT=1 kernels start in
+    the order in which they were issued. Each communicator allocates its own buffers, which
     NCCL_BUFFSIZE reduces.
+
+    A sum is divided on the shard: NCCL's own average is neither computed by NVLink switches (NVLS)
+    nor on registered buffers. float16, whose sum may overflow, is averaged by NCCL, which scales
+    before it adds.
 
     Without a group this rank is the only one, and only copies remain.
     """
@@ -268,9 +294,7 @@ class DeviceBackend(Backend):
         self._copy_stream = streams.make_stream(device, is_high_priority=True)
         self._gather_stream = streams.make_stream(device, is_high_priority=True)
         self._reduce_stream = streams.make_stream(device, is_high_priority=True)
-        # NCCL's AVG scales before it adds, so that a sum of float16 does not overflow.
         self._has_avg = backend_for(device) == "nccl"
-        self._op = dist.ReduceOp.AVG if self._has_avg else dist.ReduceOp.SUM
 
     def fill(
         self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
@@ -307,22 +331,28 @@ class DeviceBackend(Backend):
                 return self._make_pending(self._reduce_stream, began, buffer, out)
             source = buffer.to(out.dtype)
             if split_sizes is None:
-                _reduce_scatter_single(out, source, op=self._op, group=self._group)
+                _reduce_scatter_single(out, source, op=self._op(out), group=self._group)
             else:
                 shards = _shards(source, self._size, split_sizes)
-                dist.reduce_scatter(out, shards, op=self._op, group=self._group)
-            if not self._has_avg:
-                out.mul_(1 / self._size)
+                dist.reduce_scatter(out, shards, op=self._op(out), group=self._group)
+            self._finish_mean(out)
             return self._make_pending(self._reduce_stream, began, buffer, out)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         with self._side_stream(self._reduce_stream):
             began = self._recorder.mark()
             if self._group is not None:
-                dist.all_reduce(tensor, op=self._op, group=self._group)
-                if not self._has_avg:
-                    tensor.mul_(1 / self._size)
+                dist.all_reduce(tensor, op=self._op(tensor), group=self._group)
+                self._finish_mean(tensor)
             return self._make_pending(self._reduce_stream, began, tensor)
+
+    def _op(self, out: Tensor) -> Any:
+        is_mean = self._has_avg and out.dtype is torch.float16
+        return dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+
+    def _finish_mean(self, out: Tensor) -> None:
+        if self._op(out) is dist.ReduceOp.SUM and self._size > 1:
+            out.mul_(1 / self._size)
 
     def wait_for_uploads(self) -> None:
         if self._copy_stream is not None:

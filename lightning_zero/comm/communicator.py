@@ -4,8 +4,8 @@ An engine has two planes, each on process groups of its own, because Lightning a
 WORLD:
 
 * data: flat buffers between compute devices, along the axes of a `Mesh`; `GlooBackend` on gloo,
-  `DeviceBackend` otherwise. All-gathers have one order on all ranks, and so have reductions. But
-  they may interleave differently by rank, so they share neither message tags nor a process group.
+  `DeviceBackend` otherwise. All ranks issue all-gathers and reductions in one order, so that they
+  share one group. All-gathers have a group of their own on request (`separates_gathers`).
 * control: integers, masks and objects between CPUs (control.py).
 """
 
@@ -54,6 +54,8 @@ class Communicator:
         device: Device on which the data plane communicates.
         timeout: Timeout of collectives; None: the backend's.
         group_size: Number of ranks that share one set of shards; None: all.
+        separates_gathers: Whether all-gathers have a process group of their own, so that they may
+            overlap with reductions, or are issued by another thread.
         check: Called on the control plane before any group is made that depends on settings; it
             raises on every rank or on none.
         watchdog: Reports failures of other ranks; None: the communicator makes its own.
@@ -79,6 +81,7 @@ class Communicator:
         *,
         timeout: timedelta | None = None,
         group_size: int | None = None,
+        separates_gathers: bool = False,
         check: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
         limits: WaitLimits | None = None,
@@ -99,6 +102,7 @@ class Communicator:
         self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
         self.scratch = ScratchPool(device)
+        self._separates_gathers = separates_gathers
         self._before_collective = before_collective
         self._timeout = timeout
         self._group: Any = None  # the data plane's group of all ranks
@@ -146,21 +150,32 @@ class Communicator:
         mesh, shard = self.mesh, self._group
         gather = replica = None
         if self._group is not None:
-            along = partial(dist.new_subgroups_by_enumeration, timeout=self._timeout)
             if mesh.num_replicas > 1:
-                shard, _ = along(mesh.shard_groups())
-            if backend_for(self.device) != "gloo":
-                gather, _ = along(mesh.shard_groups())
+                shard = self._split(mesh.shard_groups())
+            if self._separates_gathers and backend_for(self.device) != "gloo":
+                gather = self._split(mesh.shard_groups())
             if mesh.num_replicas > 1:
-                replica, _ = along(mesh.replica_groups())
+                replica = self._split(mesh.replica_groups())
                 self._replicas = self._make_backend(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]
         self._backend = self._make_backend(shard, mesh.shard_rank, mesh.num_shards, gather)
 
+    def _split(self, groups: list[list[int]]) -> Any:
+        """Returns this rank's new group of `groups`, each rank being in one of them. Collective.
+
+        NCCL splits the group of all ranks once. The other backends make the groups one by one.
+        """
+        is_bound = dist.group.WORLD.bound_device_id is not None  # else torch refuses to split
+        if is_bound and dist.get_backend() == "nccl":
+            return dist.split_group(self._group, groups, timeout=self._timeout)
+        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
+        return own
+
     def _make_backend(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
         if backend_for(self.device) == "gloo":
             return GlooBackend(group, rank, size)
+        gather_group = group if gather_group is None else gather_group
         return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)
 
     def all_gather(

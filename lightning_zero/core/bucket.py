@@ -331,6 +331,19 @@ class Bucket:
         if is_shard:
             guard(self.parameters)
 
+    def leave_device(self) -> None:
+        """Guards replicated parameters while tiers/state_offload.py keeps their memory free.
+
+        Sharded parameters are guarded anyway.
+        """
+        if not self.shards_params:
+            guard(self.parameters)
+
+    def return_to_device(self) -> None:
+        """Undoes `leave_device`, once the memory has its values again."""
+        if not self.shards_params:
+            self.restore_data_pointers()
+
     def discard_unsharded(self) -> None:
         """As `reshard`, without syncing writes."""
         if self.shards_params and self.is_unsharded and not self._num_pins:

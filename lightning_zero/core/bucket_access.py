@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_zero.core.bucket import Bucket, Phase
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.writes import WriteDetector, own_elements
+from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
     GuardedParameter,
@@ -69,6 +70,7 @@ class BucketAccess:
 
     def _unshard_on_use(self, name: str) -> None:
         """Guard of the parameters: a torch function is applied to parameter `name`."""
+        self.bucket.shards.storage.state_offload.check(State.PARAM)
         if self.bucket.shards_params:
             self._unshard_out_of_order(self.bucket, name)
         else:
@@ -83,6 +85,7 @@ class BucketAccess:
         what is written here; on gloo this waits for its data. Nothing is unsharded by this call.
         """
         bucket = self.bucket
+        bucket.shards.storage.state_offload.check(State.PARAM)
         bucket.wait_for_update()
         bucket.reshard()
         if bucket.phase is Phase.SHARDED:

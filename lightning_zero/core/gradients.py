@@ -27,7 +27,7 @@ read from its file when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakSet
 
 import torch
@@ -436,6 +436,13 @@ class Gradients:
         if self.main_grad is None or self._is_in_place or self._offloaded is not None:
             return num_bytes
         return num_bytes + self.main_grad.untyped_storage().nbytes()
+
+    def device_memory(self) -> Iterator[Tensor | FlatBuffer]:
+        """Yields what holds gradients on the device, between backwards."""
+        if self.unsharded_grads is not None:
+            yield self.unsharded_grads
+        if self.main_grad is not None and self._offloaded is None and not self._is_in_place:
+            yield self.main_grad
 
     # ---------------------------------------------------------------- buffers
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -66,6 +66,10 @@ class Hooks:
         self._handles: list[Any] = []
         # The exception that was being handled when the module was called.
         self._handled: BaseException | None = None
+        # Hooks before and after a call of a module, by module.
+        self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
+        # Methods that count as forwards, by module and name, and the attributes that they replace.
+        self._forward_methods: dict[nn.Module, dict[str, dict[str, Any]]] = {}
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
         add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
@@ -77,6 +81,7 @@ class Hooks:
             after = eager(self._post_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
+            self._around[owner] = before, after
         for compiled in filter(is_compiled, module.modules()):
             before = eager(_before_compiled(compiled, buckets))
             add(compiled.register_forward_pre_hook(before, prepend=True))
@@ -101,9 +106,46 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for part, replaced in self._forward_methods.items():
+            _restore_methods(vars(part), replaced)
+        self._forward_methods.clear()
         for part in self._module.modules():
             for name in _METHODS:
                 vars(part).pop(name, None)
+
+    def register_forward_method(
+        self, module: nn.Module, name: str, context: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Runs method `name` of `module` within `context`, and the hooks of its unit around it."""
+        if all(module is not part for part in self._module.modules()):
+            raise ValueError(
+                f"{type(module).__name__} is not a part of {type(self._module).__name__}, which "
+                "this engine holds; call the method of the engine that holds it."
+            )
+        if name == "forward":
+            raise ValueError('"forward" runs as a forward already, when the module is called.')
+        method = getattr(module, name)  # an AttributeError if there is none
+        replaced = self._forward_methods.setdefault(module, {})
+        if name in replaced:
+            return  # registered before
+        before, after = self._around.get(module, (None, None))
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            with context():
+                if before is None or after is None:
+                    return method(*args, **kwargs)
+                before(module, args, kwargs)
+                try:
+                    output = method(*args, **kwargs)
+                finally:
+                    after(module, args, output)
+            return output
+
+        own = vars(module)
+        replaced[name] = {name: own[name]} if name in own else {}
+        own[name] = call
 
     def _reduce(self, module: nn.Module, protocol: Any) -> Any:
         """The reduced form of `module` for copies and pickles, without the engine's attributes."""
@@ -128,6 +170,7 @@ class Hooks:
         for name in _METHODS:
             attributes.pop(name, None)
         drop_checkpointing(attributes)
+        _restore_methods(attributes, self._forward_methods.get(module, {}))
         ours = {handle.id for handle in self._handles}
         for key in _HOOKS:
             if not ours.isdisjoint(attributes.get(key) or ()):
@@ -232,6 +275,13 @@ class Hooks:
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
             self._schedule.keep_unsharded(unit, reason)
+
+
+def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[str, Any]]) -> None:
+    """Undoes `Hooks.register_forward_method` in the attributes of a module."""
+    for name, before in replaced.items():
+        attributes.pop(name, None)
+        attributes.update(before)
 
 
 def _with_base(tensor: Tensor) -> Iterator[Tensor]:

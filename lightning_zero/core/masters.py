@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.shards import Shards
+from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tiers.storage import ShardStore
 
@@ -65,6 +66,9 @@ class Masters:
         return [store.view(own.start, own.stop) for own in self._shards.layout.ranges]
 
     def _store(self) -> ShardStore:
+        self._shards.storage.state_offload.check(
+            State.PARAM if self._shards.own_master is None else State.OPTIM
+        )
         self._bucket.wait_for_all_steps()
         self._bucket.wait_for_unshard()
         self._bucket.sync_writes()
@@ -99,6 +103,7 @@ class Masters:
     def full_tensors(self) -> list[Tensor]:
         """All elements of each slot in full precision, n-D, to be read at once. Collective."""
         bucket = self._bucket
+        self._shards.storage.state_offload.check(State.PARAM)
         bucket.wait_for_unshard()
         bucket.sync_writes()
         if self._shards.own_master is None and bucket.is_unsharded:

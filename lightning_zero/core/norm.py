@@ -37,7 +37,7 @@ def total_norm(
         order: p of the p-norm; may be `math.inf`.
     """
     buckets = list(buckets)
-    own = (shard for bucket in buckets for shard in _owned_shards(bucket, comm, parameters))
+    own = (s for bucket in buckets for s in _owned_shards(bucket, comm, parameters, order))
     return norms_over_ranks([own], comm, order, dtype=_dtype(buckets), name=_NAME)[0]
 
 
@@ -50,7 +50,7 @@ def grad_norms(
     are left out. In order 2, the root of the sum of squares is `total_norm`.
     """
     buckets = list(buckets)
-    own = [_owned_shards(bucket, comm, None) for bucket in buckets]
+    own = [_owned_shards(bucket, comm, None, order) for bucket in buckets]
     norms = norms_over_ranks(own, comm, order, dtype=_dtype(buckets), name=_NAME).unbind()
     return {
         bucket.plan.name: norm
@@ -109,11 +109,12 @@ def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
 
 
 def _owned_shards(
-    bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None
+    bucket: Bucket, comm: Communicator, parameters: set[nn.Parameter] | None, order: float
 ) -> Iterator[Tensor]:
-    """Yields 1-D tensors of the elements that this rank owns: one per bucket if all slots count.
+    """Yields 1-D tensors of the elements that this rank owns, for a norm of this order.
 
-    Some are read from files, so one is used at a time.
+    One per bucket, with the zeros of padding, if all slots count; one per slot in a negative order,
+    in which zeros count. Some are read from files, so one is used at a time.
     """
     slots = _fetched(bucket, parameters)
     if not slots:
@@ -121,7 +122,7 @@ def _owned_shards(
     grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
     assert grads.main_grad is not None
     is_unsharded = bucket.replicates_optim
-    if len(slots) == len(bucket.parameters):
+    if len(slots) == len(bucket.parameters) and order >= 0:
         owned = layout.shard(rank)
         yield grads.main_grad[owned.start : owned.stop] if is_unsharded else grads.main_grad
         return

@@ -27,8 +27,6 @@ __all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "ou
 
 _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
-# Arguments of transformers' layers; with these values they keep no cache.
-_WITHOUT_CACHE = {"past_key_values": None, "past_key_value": None, "use_cache": False}
 
 
 def find_checkpointed(
@@ -132,7 +130,10 @@ class _CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
-        kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if name in kwargs}
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
         options: dict[str, Any] = {}
         if self._statistics:
             options["context_fn"] = self._contexts
@@ -159,6 +160,18 @@ class _CheckpointedForward:
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `forward`: pickles of checkpointed modules call it when they are loaded."""
     return forward
+
+
+def _without_cache(value: Any) -> Any:
+    """Returns None instead of a cache of transformers; its argument's name depends on the version.
+
+    Some models have classes of their own, which do not all inherit from transformers' `Cache`.
+    """
+    is_cache = any(
+        base.__module__.startswith("transformers") and base.__name__.endswith("Cache")
+        for base in type(value).__mro__
+    )
+    return None if is_cache else value
 
 
 @contextmanager

@@ -209,6 +209,8 @@ class Reducer:
 
     def before_step(self) -> None:
         """Before an optimizer's step: completes the means. Collective."""
+        for bucket in self._buckets[:1]:
+            bucket.shards.storage.state_offload.check()
         self.reduce_local()
         # Other ranks may still all-gather the parameters that the step changes.
         self._order.close_pass("a step of the optimizer")

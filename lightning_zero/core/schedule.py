@@ -48,6 +48,7 @@ from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.unit import Call, Unit, Unsharder
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.stage import State
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
@@ -271,6 +272,7 @@ class Schedule:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
             for bucket in self._buckets[:1]:
                 bucket.wait_for_all_steps()  # its all-gathers come before the next collective
+        self._check_on_device(State.PARAM)
         for bucket in self._buckets:
             if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
                 # A worker must not all-gather while units do: the order would differ between ranks.
@@ -281,6 +283,11 @@ class Schedule:
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()
+
+    def _check_on_device(self, *states: State) -> None:
+        """Raises if the user has offloaded one of `states`; see tiers/state_offload.py."""
+        for bucket in self._buckets[:1]:
+            bucket.shards.storage.state_offload.check(*states)
 
     def _intercept_collectives(self) -> None:
         """Intercepts collectives until `close`. See [Note: Collectives of the user]."""
@@ -327,6 +334,7 @@ class Schedule:
 
     def pre_forward(self, unit: Unit) -> None:
         """Unshards `unit` before its module's forward."""
+        self._check_on_device(State.PARAM)
         self._last_used = unit.name
         self.unsharder.unshard(unit)
         unit.note_graph()
@@ -405,6 +413,7 @@ class Schedule:
 
     def _begin_backward(self, reduces: bool) -> None:
         """Begins the pass of a backward and unshards the root. Collective."""
+        self._check_on_device(State.PARAM, State.GRAD)
         if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True

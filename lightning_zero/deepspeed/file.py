@@ -1,7 +1,8 @@
 """Parses a DeepSpeed configuration into typed sections, with a rule for every key of DeepSpeed.
 
 Source of the keys: DeepSpeed's configuration page (https://www.deepspeed.ai/docs/config-json) and
-the classes that read the file, up to release 0.19.
+the classes that read the file, up to release 0.19.8. Keys that DeepSpeed has removed are still
+read, because files may be older.
 """
 
 from __future__ import annotations
@@ -89,16 +90,21 @@ class Section:
         Raises:
             ValueError: A key is unknown to DeepSpeed, or a value would change the training.
         """
-        rules = self._key_rules()
+        rules, removed = self._key_rules(), _REMOVED.get(self.name, ())
         if rules:
             check_keys(self, rules)
         for key, rule in rules.items():
             if isinstance(rule, tuple) and key in self.values and rule[0](self.values[key]):
+                too = " DeepSpeed refuses this key since 0.19.8." if key in removed else ""
                 raise ValueError(
                     f"{self.path(key)} = {self.values[key]!r} would change the training and is not "
-                    f"supported: {rule[1]}"
+                    f"supported: {rule[1]}{too}"
                 )
         return self
+
+    def removed_keys(self) -> list[str]:
+        """Keys of this section that DeepSpeed no longer reads, with their paths."""
+        return [self.path(key) for key in self.values if key in _REMOVED.get(self.name, ())]
 
     def note_ignored_keys(self) -> None:
         """Adds the keys that never have an effect to `ignored`."""
@@ -335,6 +341,17 @@ _ZERO_KEYS: dict[str, KeyRule] = {
         "hold all states.",
     ),
     "zenflow": (_is_given, "its delayed updates change the result; remove the section."),
+}
+
+# Keys that DeepSpeed refuses since release 0.19.8, whatever their value
+# (https://github.com/deepspeedai/DeepSpeed/issues/8489), by section.
+_REMOVED = {
+    "": (
+        *("nebula", "compression_training", "amp", "quantize_training", "sparse_gradients"),
+        *("eigenvalue", "sparse_attention", "elasticity", "graph_harvesting"),
+        *("curriculum_learning", "progressive_layer_drop"),
+    ),
+    _ZERO: ("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"),
 }
 
 _FP16: dict[str, KeyRule] = {

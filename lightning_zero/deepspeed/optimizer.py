@@ -24,10 +24,8 @@ __all__ = ["Parameters", "build_optimizer", "build_scheduler"]
 Parameters: TypeAlias = Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]]
 
 # DeepSpeed's own optimizers; torch lacks them, or has a different one of the same name.
-_UNSUPPORTED = (
-    *("lamb", "onebitadam", "onebitlamb", "zerooneadam"),
-    *("muadam", "muadamw", "musgd", "lion", "muon"),
-)
+_UNSUPPORTED = (*("lamb", "muadam", "muadamw", "musgd", "lion", "muon"),)
+_ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")  # in DeepSpeed before 0.19.8
 _ADAM_SWITCHES = ("adam_w_mode", "torch_adam")
 _FUSED_ADAM = {"bias_correction": True, "amsgrad": False, "fp32_optimizer_states": True}
 
@@ -73,6 +71,11 @@ def _type_and_params(section: Mapping[str, Any], name: str) -> tuple[str, Sectio
 
 
 def _torch_optimizer(name: str) -> Callable[..., Optimizer]:
+    if name.lower() in _ONE_BIT:
+        raise ValueError(
+            f"optimizer.type {name} is not supported: DeepSpeed has removed 1-bit optimizers in "
+            "0.19.8, and gradients are not compressed here; use AdamW."
+        )
     if name.lower() not in _UNSUPPORTED:
         for key, kind in vars(torch.optim).items():
             is_optimizer = isinstance(kind, type) and issubclass(kind, Optimizer)

@@ -106,6 +106,14 @@ def translate(
     itemsize = dtype.itemsize if dtype in _PRECISIONS else torch.float32.itemsize
     config = _zero_config(file, _reduce_dtype(file, dtype), itemsize)
     steps, batch_size = _batch(file, world_size, warnings)
+    removed = file.removed_keys()
+    if isinstance(file.values.get("zero_optimization"), dict):
+        removed += file.section("zero_optimization").removed_keys()
+    if removed:
+        warnings.append(
+            f"{', '.join(removed)}: DeepSpeed refuses these keys since 0.19.8; here they are still "
+            "read."
+        )
     if "gradient_clipping" not in file.values:
         warnings.append(
             "gradient_clipping is not in the file: DeepSpeed clips at 1.0 since 0.19.3 and did not "

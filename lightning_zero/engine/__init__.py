@@ -3,6 +3,7 @@
     engine        `Engine`: a module, its optimizers and a config; its construction
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
+    offloaded     what is moved to CPU memory while generation needs the device
     counting      bytes held, for `memory_report`
     consistency   descriptions that must be the same on every rank
 

@@ -56,6 +56,9 @@ def count_memory(
             own = bucket_of(placement).orig_dtypes[placement.index]
             alone[State.OPTIM] += _full_numel(placement, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
+    for state in storage.state_offload.states:
+        held[Tier.DEVICE, state] -= storage.state_offload.freed_bytes(state)
+        held[Tier.CPU, state] += storage.state_offload.host_bytes(state)
     average_bytes = 0
     for bucket in averages:
         for tier, _, store in bucket.shards.stores():

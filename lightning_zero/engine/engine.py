@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.backends import queue_warnings
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.control import GlooControlPlane
@@ -33,7 +34,7 @@ from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed
-from lightning_zero.core.schedule import Schedule
+from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
 from lightning_zero.engine.consistency import (
@@ -43,6 +44,7 @@ from lightning_zero.engine.consistency import (
     describe_software,
 )
 from lightning_zero.engine.counting import count_memory
+from lightning_zero.engine.offloaded import as_states, device_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
 from lightning_zero.health.together import failing_together
 from lightning_zero.health.watchdog import Watchdog
@@ -52,10 +54,12 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
+from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.optim.state_view import raw_states
+from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import has_placement
@@ -258,6 +262,24 @@ class Engine:
             explain_dtype_error(error, self.module, self.buckets)
             raise
 
+    def register_forward_method(self, module: nn.Module, name: str) -> None:
+        """Makes every call of method `name` of `module` run as a forward. Local.
+
+        As FSDP2's `register_fsdp_forward_method`, for methods such as `generate` or `encode` that
+        are called instead of the module. Their calls are then collective, like those of the module.
+        Copies and pickles of the module have the method as it was, and so has the module after
+        `close`.
+
+        Args:
+            module: The engine's module or a submodule of it.
+            name: Name of a method other than `forward`.
+
+        Raises:
+            ValueError: `module` does not belong to the engine, or `name` is "forward".
+            AttributeError: `module` has no such method.
+        """
+        self._hooks.register_forward_method(module, name, self.forward_context)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context for all micro-batches of a step but the last, as in PyTorch.
@@ -274,6 +296,7 @@ class Engine:
 
         With `sharding_group_size`, averages over shard groups, too.
         """
+        self.storage.state_offload.check(State.GRAD)
         self.schedule.reducer.reduce_local()
 
     def step(self) -> None:
@@ -286,6 +309,7 @@ class Engine:
         Args:
             set_to_none: Set gradients to None and free the memory of their shards.
         """
+        self.storage.state_offload.check(State.GRAD)
         for bucket in self.buckets:
             bucket.grads.param_grads.zero(set_to_none=set_to_none)
             bucket.free_zeroed()
@@ -350,8 +374,66 @@ class Engine:
             On rank 0 full tensors on the CPU, with torch's parameter numbers; on other ranks an
             empty dict. `optimizer.load_state_dict` accepts it on every rank.
         """
+        self.storage.state_offload.check(State.OPTIM)
         self.lockstep.barrier("the state of an optimizer")
         return optimizer_state_dict(optimizer, self.buckets, is_recipient=self.comm.rank == 0)
+
+    # ---------------------------------------------------------------- memory between steps
+
+    def offload_states(self, states: Iterable[str] | str | None = None) -> None:
+        """Moves states to CPU memory between two steps; frees their memory here. Collective.
+
+        For generation between training steps. The values are the same after `reload_states`. Until
+        then the calls that need an offloaded state raise an error, and views of it that you hold,
+        such as `parameter.grad`, have no values.
+
+        Args:
+            states: "parameters", "gradients", "optimizer" (with float32 main parameters that are
+                tensors of their own), or several of these. None: all. States that are in CPU memory
+                or files already stay there.
+
+        Raises:
+            ValueError: Another state is named.
+            RuntimeError: A forward has no backward yet, or a state is offloaded already.
+        """
+        chosen = as_states(states)
+        self.lockstep.barrier("offload_states()")
+        state = self.schedule.training_state
+        if state is not TrainingState.IDLE:
+            raise RuntimeError(f"offload_states() was called {state.value}, not between steps.")
+        if chosen:
+            self.storage.state_offload.check(*chosen)
+        self.worker.drain()
+        for bucket in self.buckets:
+            bucket.wait_for_update()
+            bucket.reshard()
+        self._free_device_memory(chosen)
+
+    def _free_device_memory(self, states: Sequence[State]) -> None:
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            streams.synchronize(self.device)
+        for state in states:
+            memory = device_memory(state, self.buckets, self.optimizers)
+            self.storage.state_offload.offload(state, memory, pin=on_cuda)
+        if State.PARAM in states:
+            for bucket in self.buckets:
+                bucket.leave_device()
+        self.comm.scratch.clear()
+        if on_cuda:
+            torch.cuda.empty_cache()  # for another process on this device
+
+    def reload_states(self, states: Iterable[str] | str | None = None) -> None:
+        """Moves offloaded states back to the device. Local; call it on every rank.
+
+        Args:
+            states: As for `offload_states`. None: all that are offloaded.
+        """
+        offloaded = self.storage.state_offload
+        for state in set(as_states(states)) & set(offloaded.states):
+            offloaded.reload(state)
+            for bucket in self.buckets if state is State.PARAM else ():
+                bucket.return_to_device()
 
     # ---------------------------------------------------------------- failures and the end
 
@@ -366,6 +448,7 @@ class Engine:
 
     def _leave_step(self) -> None:
         self.worker.drain()  # it waits for no rank, and uses the present groups
+        self.reload_states()
         self.optimizers.reset()
         self.lockstep.reset()
 
@@ -430,6 +513,7 @@ class Engine:
         if self._is_closed:
             return
         self._is_closed = True
+        self.reload_states()
         target = (device or self.device) if keep_parameters else None
         if self.comm.control.is_open:
             self.lockstep.barrier("the end of the engine")
@@ -484,6 +568,7 @@ def _begin_together(
         warned = tie_shared(module, {p for optimizer in given for p in parameters_of(optimizer)})
         warned += alias_texts(module)
         device = _find_device(module, device)
+        warned += queue_warnings(device) if config.separates_gathers else []
         check_can_materialize(module)
         look = partial(check_and_probe, module=module, config=config, device=device)
         probed = [(optimizer, look(optimizer)) for optimizer in given]
@@ -509,7 +594,12 @@ def _begin_together(
                 raise failure
         compare(control, descriptions)
 
-    comm = open_comm(device or torch.device("cpu"), group_size=group_size, check=check)
+    comm = open_comm(
+        device or torch.device("cpu"),
+        group_size=group_size,
+        separates_gathers=config.separates_gathers,
+        check=check,
+    )
     assert device is not None, "else there is a failure, which `check` has raised"
     return comm, device, probed, checkpointed_modules, warned
 

@@ -1,6 +1,6 @@
 """Health of the ranks: failures are detected and end all waits. Imports layout.
 
-    world         the default process group: its backend, timeouts and store; disconnecting groups
+    world         the default process group: its store, size and end; disconnecting groups
     together      `run_on_all_ranks`: work that fails on all ranks if it fails on one
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store

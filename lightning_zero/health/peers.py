@@ -24,10 +24,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_zero.health.world import server_of
+
 __all__ = [
     "Heartbeats",
     "HostedStore",
     "Peer",
+    "PeerExit",
     "Peers",
     "StoreLog",
     "describe_exit",
@@ -56,15 +59,23 @@ def describe_exit(code: int) -> str:
     return f"was killed by signal {-code}"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Peer:
     """Process of another rank."""
 
     rank: int
     pid: int
-    descriptor: int | None = None  # pidfd, if the kernel has them, until the process has ended
-    exited_at: float | None = None  # time.monotonic() at which its end was found
-    exit_status: str | None = None  # such as "was killed by SIGKILL"; None: not known
+    descriptor: int | None  # pidfd; None: the kernel has none
+
+
+@dataclass(frozen=True)
+class PeerExit:
+    """End of the process of another rank."""
+
+    rank: int
+    pid: int
+    found_at: float  # time.monotonic()
+    status: str | None  # such as "was killed by SIGKILL"; None: not known
 
 
 class Peers:
@@ -75,7 +86,8 @@ class Peers:
         self._waker, self._woken = socket.socketpair()
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._peers: list[Peer] = []
+        self._running: list[Peer] = []
+        self._exits: list[PeerExit] = []
         self._pid_log = StoreLog(f"lightning_zero/node/{_node()}")
         self._rank = -1
         self._until = 0.0
@@ -113,54 +125,53 @@ class Peers:
                 continue
             if rank == self._rank:
                 continue
-            self._peers.append(peer := Peer(rank, pid))
+            descriptor = None
             with suppress(OSError, AttributeError):  # not Linux, or forbidden: see `wait`
-                peer.descriptor = os.pidfd_open(pid)
-                self._selector.register(peer.descriptor, selectors.EVENT_READ, peer)
+                descriptor = os.pidfd_open(pid)
+            peer = Peer(rank, pid, descriptor)
+            self._running.append(peer)
+            if descriptor is not None:
+                self._selector.register(descriptor, selectors.EVENT_READ, peer)
 
     def wait(self, seconds: float) -> None:
         """Waits until a process has ended or `wake` is called, at most `seconds`."""
-        for key, _ in self._selector.select(seconds):
-            if isinstance(key.data, Peer):
-                key.data.exit_status = _status_of_zombie(key.data.pid)
-                self._mark_exited(key.data)
-            else:
-                with suppress(BlockingIOError):
-                    self._woken.recv(4096)
-        for peer in self._peers:
-            if peer.descriptor is None and peer.exited_at is None and not _exists(peer.pid):
-                self._mark_exited(peer)
+        ended = [key.data for key, _ in self._selector.select(seconds) if key.data is not None]
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        ended += [p for p in self._running if p.descriptor is None and not _exists(p.pid)]
+        for peer in ended:
+            status = _status_of_zombie(peer.pid)
+            self._exits.append(PeerExit(peer.rank, peer.pid, time.monotonic(), status))
+            self._running.remove(peer)
+            self._close(peer)
 
-    def _mark_exited(self, peer: Peer) -> None:
-        peer.exited_at = time.monotonic()
+    def _close(self, peer: Peer) -> None:
         if peer.descriptor is not None:
             self._selector.unregister(peer.descriptor)
             os.close(peer.descriptor)
-            peer.descriptor = None
 
     def wake(self) -> None:
         """Ends a `wait`. From any thread."""
         with suppress(OSError):
             self._waker.send(b"!")
 
-    def exited(self) -> list[Peer]:
+    def exited(self) -> list[PeerExit]:
         """Returns the processes that have ended and were not dropped."""
-        return [peer for peer in self._peers if peer.exited_at is not None]
+        return list(self._exits)
 
     def has_rank_0_exited(self) -> bool:
         """Checks whether the process of rank 0 has ended."""
         self.wait(0)
         return any(peer.rank == 0 for peer in self.exited())
 
-    def drop(self, peer: Peer) -> None:
+    def drop(self, peer: PeerExit) -> None:
         """Removes a process that has ended."""
-        self._peers.remove(peer)
+        self._exits.remove(peer)
 
     def close(self) -> None:
-        for peer in self._peers:
-            if peer.descriptor is not None:
-                os.close(peer.descriptor)
-        self._peers.clear()
+        for peer in self._running:
+            self._close(peer)
+        self._running.clear()
         self._selector.close()
         self._waker.close()
         self._woken.close()
@@ -336,9 +347,7 @@ def connect_to_store(
     """
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
-    server = store
-    while isinstance(server, dist.distributed_c10d.PrefixStore):
-        server = server.underlying_store
+    server = server_of(store)
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not hasattr(server, "port") or not (rank or is_torchruns):
         return store  # it is in files, or in this process

@@ -11,7 +11,6 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +25,7 @@ __all__ = [
     "Reports",
     "Wait",
     "Waits",
+    "is_collective_call",
     "is_one_way",
     "report",
     "user_frames",
@@ -175,16 +175,21 @@ class Reports:
     After `after_s` seconds of waiting for other ranks all ranks send their status; None: never.
     """
 
-    describe: weakref.WeakMethod[Callable[[], str]] | None = None  # the engine's current moment
-
     def __init__(
-        self, name: str, rank: int, size: int, after_s: float | None, waits: Waits
+        self,
+        name: str,
+        rank: int,
+        size: int,
+        after_s: float | None,
+        waits: Waits,
+        moment: Callable[[], str],
     ) -> None:
         self._name = name
         self._rank = rank
         self._size = size
         self._after_s = after_s
         self._waits = waits
+        self._moment = moment  # the engine's current one
         self._reported: Wait | None = None
         self._pending_reports: list[str] = []  # keys of reports that other ranks will write
         self._recheck: tuple[float, list[float]] | None = None
@@ -223,8 +228,7 @@ class Reports:
 
     def status(self) -> RankStatus:
         """Returns the status of this rank."""
-        describe = self.describe() if self.describe is not None else None
-        return self._waits.status(describe() if describe is not None else "")
+        return self._waits.status(self._moment())
 
     def _collect(self, store: Any, key: str) -> list[RankStatus | None]:
         answers: list[RankStatus | None] = [None] * self._size
@@ -331,14 +335,17 @@ def _frame_of(thread: int) -> FrameType | None:
 def _collective_calls(frame: FrameType | None) -> list[FrameType]:
     """Returns the calls of torch.distributed in which `frame` waits, the innermost first."""
     calls = []
-    while frame is not None:
-        folder, file = os.path.split(frame.f_code.co_filename)
-        is_there = folder == _DISTRIBUTED and file in _COLLECTIVES
-        if not is_there or frame.f_code.co_name in _LOCAL:
-            break
+    while frame is not None and is_collective_call(frame):
         calls.append(frame)
         frame = frame.f_back
     return calls
+
+
+def is_collective_call(frame: FrameType) -> bool:
+    """Whether `frame` is a function of torch.distributed that may wait for other ranks."""
+    folder, file = os.path.split(frame.f_code.co_filename)
+    is_there = folder == _DISTRIBUTED and file in _COLLECTIVES
+    return is_there and frame.f_code.co_name not in _LOCAL
 
 
 def _name_of(calls: Sequence[FrameType]) -> str:

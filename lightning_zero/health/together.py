@@ -8,7 +8,8 @@ make them raise, too, with the rank and its error:
     `Watchdog.abort`                        anywhere else: the watchdogs end the waits of the other
                                             ranks, which may regroup under a Trainer
 
-The lowest rank that failed decides what all ranks raise. A rank whose own error has its type and
+The lowest rank that failed decides what all ranks raise; an interruption, such as Ctrl-C, only if
+no rank has failed otherwise. A rank whose own error has its type and
 errno raises its own; any other rank raises one that is made from the description it has received:
 an OSError with the same errno, or else a RuntimeError.
 """
@@ -21,13 +22,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_zero.health.watchdog import DesynchronizedError, summary
-from lightning_zero.health.world import gather_objects
 
 __all__ = ["Gather", "PeerFailedError", "failing_together", "run_on_all_ranks"]
 
 _T = TypeVar("_T")
-# Returns every rank's picklable object, by rank, on every rank: a function of WORLD, of an engine's
-# control plane or of a `Channel`.
+# Returns every rank's picklable object, by rank, on every rank: a method of a strategy, of an
+# engine's control plane or of a `Channel`.
 Gather = Callable[[Any], Sequence[Any]]
 
 
@@ -39,7 +39,7 @@ class PeerFailedError(DesynchronizedError):
 
 
 def run_on_all_ranks(
-    action: Callable[[], _T], *, gather: Gather = gather_objects, what: str | None = None
+    action: Callable[[], _T], *, gather: Gather, what: str | None = None
 ) -> list[_T]:
     """Calls `action` on every rank; if it fails on one rank, all ranks raise. Collective.
 
@@ -68,7 +68,7 @@ def run_on_all_ranks(
 
 
 @contextmanager
-def failing_together(what: str, *, gather: Gather = gather_objects) -> Iterator[None]:
+def failing_together(what: str, *, gather: Gather) -> Iterator[None]:
     """As `run_on_all_ranks`, for work whose results stay local: the context's body. Collective.
 
     An interruption is raised at once: it may end a body in which other ranks still wait.
@@ -91,9 +91,11 @@ def _exchange(
         if error is not None:
             raise error from failed
         raise
-    for rank, (_, failure) in enumerate(outcomes):
-        if failure is None:
-            continue
+    failures = [
+        (rank, failure) for rank, (_, failure) in enumerate(outcomes) if failure is not None
+    ]
+    if failures:
+        rank, failure = min(failures, key=lambda found: found[1].is_interruption)
         if error is not None and (not isinstance(error, Exception) or failure.is_like(error)):
             raise error
         raise failure.as_error(rank, what) from error or failure.cause(rank, what)
@@ -110,6 +112,7 @@ class _Failure(NamedTuple):
     summary: str  # type and first line
     errno: int | None  # of an OSError
     pickled: bytes  # empty: it cannot be copied, or need not be
+    is_interruption: bool
 
     @classmethod
     def of(cls, error: BaseException, *, is_copied: bool) -> _Failure:
@@ -119,6 +122,7 @@ class _Failure(NamedTuple):
             summary(error),
             error.errno if isinstance(error, OSError) else None,
             _pickled(error) if is_copied else b"",
+            not isinstance(error, Exception),
         )
 
     def is_like(self, error: Exception) -> bool:

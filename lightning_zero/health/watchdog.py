@@ -21,11 +21,11 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import queue
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,8 +46,8 @@ from lightning_zero.health.peers import (
     describe_exit,
     log_unreadable,
 )
-from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits
-from lightning_zero.health.world import disconnect_groups, world_size
+from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits, is_collective_call
+from lightning_zero.health.world import disconnect_groups, disconnect_store, world_size
 from lightning_zero.layout.config import WaitLimits
 
 __all__ = [
@@ -62,15 +62,13 @@ __all__ = [
 ]
 
 _POLL_S = 0.25
-_POLL_AT_FIRST_S = 0.05  # while the processes of this node find each other
-_AT_FIRST_S = 2.0
 _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
 _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
 _END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: its messages may still arrive
 _SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; others may raise it, too
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
-_LAST_RESORT_S = 4.0  # from a failure until a process that cannot be woken exits
+_STORE_SETTLE_S = 4.0  # from a failure until the store is disconnected, too
 _REACHED_END = "reached the end of its script"
 _ALL_CAME, _LOST = "together", "lost"  # outcomes of a regroup
 
@@ -134,7 +132,9 @@ class Watchdog:
         self._name = f"lightning_zero/{name}"
         self._waits = Waits(threading.get_ident())
         self._limits = limits = limits or WaitLimits()
-        self._reports = Reports(self._name, rank, size, limits.report_s, self._waits)
+        # The engine's; a weak reference: an engine that is never closed is still freed.
+        self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
+        self._reports = Reports(self._name, rank, size, limits.report_s, self._waits, self._moment)
         self._can_regroup = can_regroup
         self._describe_exit = describe_exit
         # Weak references: an engine that is never closed is still freed.
@@ -147,6 +147,7 @@ class Watchdog:
         self._own_error: DesynchronizedError | None = None
         self._failed_at: float | None = None
         self._is_disconnected = False  # no collective is possible on any group of this process
+        self._is_store_disconnected = False
         self._is_needed = True  # until `finish`: this rank needs the others
         # State of the thread.
         self._actions: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -213,7 +214,11 @@ class Watchdog:
 
     def set_status_source(self, describe: Callable[[], str]) -> None:
         """Sets `describe`, a bound method called from another thread: what the engine is doing."""
-        self._reports.describe = weakref.WeakMethod(describe)
+        self._status_source = weakref.WeakMethod(describe)
+
+    def _moment(self) -> str:
+        describe = self._status_source() if self._status_source is not None else None
+        return describe() if describe is not None else ""
 
     @contextmanager
     def waiting(
@@ -239,7 +244,7 @@ class Watchdog:
             except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
                 raise
             except RuntimeError as error:
-                if _is_connection_error(error):  # it may arrive before the report of its cause
+                if _may_be_transport_error(error):  # it may arrive before the report of its cause
                     self.wait_for_failure()
                     self.raise_if_failed(error)
                     raise self._desync_error(name) from error
@@ -272,7 +277,7 @@ class Watchdog:
 
     def explain(self, error: BaseException) -> None:
         """Prints the cause if `error` does not name it, such as a closed connection."""
-        if _is_connection_error(error):
+        if _is_transport_error(error):
             self.wait_for_failure()
         failure = self.failure
         if failure is not None and failure.rank != self._rank and failure.text not in str(error):
@@ -297,7 +302,7 @@ class Watchdog:
 
     def abort(self, error: BaseException | None) -> None:
         """Ends the other ranks' waits for this rank with an error. Does not wait for them."""
-        if error is not None and _is_connection_error(error):
+        if error is not None and _is_transport_error(error):
             self.wait_for_failure()  # another rank is the cause
         if self.failure is not None:
             return
@@ -312,7 +317,7 @@ class Watchdog:
         All ranks may raise the same error; a slower rank must not be stopped before it does.
         """
         is_own = isinstance(error, Exception) and not isinstance(error, DesynchronizedError)
-        if error is None or not is_own or _is_connection_error(error):
+        if error is None or not is_own or _is_transport_error(error):
             return
         key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _SAME_ERROR_S
         with self._waits.after_failed_wait():
@@ -395,10 +400,9 @@ class Watchdog:
     def run(self) -> None:
         """Watches until `stop`; the body of the thread."""
         try:
-            found_by = time.monotonic() + _AT_FIRST_S
             while not self._is_stopped:
                 self._poll()
-                self._peers.wait(_POLL_S if time.monotonic() > found_by else _POLL_AT_FIRST_S)
+                self._peers.wait(_POLL_S)
         except Exception:  # it must not end the process
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self._rank)
@@ -585,9 +589,8 @@ class Watchdog:
         if self._store is not None and (exited or wait is not None):
             self._record_exits(self._exit_log.read(self._store))
         for peer in exited:
-            how = peer.exit_status or self._describe_exit(peer.pid)
-            assert peer.exited_at is not None
-            if how is None and now - peer.exited_at < _CONFIRM_S:
+            how = peer.status or self._describe_exit(peer.pid)
+            if how is None and now - peer.found_at < _CONFIRM_S:
                 continue
             has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
@@ -633,10 +636,9 @@ class Watchdog:
         if waited_s > _SETTLE_S and not self._is_disconnected:
             self._is_disconnected = True
             disconnect_groups(list(dist.distributed_c10d._world.pg_map))
-        if waited_s > _LAST_RESORT_S:
-            # For example in the store while a group is made: nothing ends that before its timeout.
-            _print_now(f"{self._explain(failure)}; it still waits in {wait.name}, and exits now.")
-            os._exit(1)
+        if waited_s > _STORE_SETTLE_S and not self._is_store_disconnected:
+            self._is_store_disconnected = True
+            disconnect_store()  # the wait is in the store, for example while a group is made
 
 
 class _Thread(threading.Thread):
@@ -655,10 +657,20 @@ def next_watchdog_name(rank: int) -> str:
     return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
 
 
-def _is_connection_error(error: BaseException) -> bool:
-    """Whether the error means only that another rank is gone or does not answer."""
-    words = ("gloo", "NCCL", "onnection", "pair closure", "imed out", "imeout")
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+def _may_be_transport_error(error: BaseException) -> bool:
+    """Whether torch may have raised the error because another rank is gone or does not answer.
+
+    gloo's errors have no type of their own.
+    """
+    return type(error) is RuntimeError or isinstance(error, dist.DistError)
+
+
+def _is_transport_error(error: BaseException) -> bool:
+    """As `_may_be_transport_error`, for an error that was raised anywhere in the program."""
+    if isinstance(error, dist.DistError):
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return type(error) is RuntimeError and any(map(is_collective_call, frames))
 
 
 def summary(error: BaseException) -> str:

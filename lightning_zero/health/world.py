@@ -1,18 +1,19 @@
-"""Collectives on WORLD, the process group that Lightning makes and the engine never uses.
+"""WORLD, the process group that Lightning makes: its store, its size and its end.
 
-They are for code that runs before there is an engine with groups of its own, and for methods that
-Lightning requires of a strategy. Without a process group the world is this process alone. WORLD's
-timeout limits their waits. `disconnect_groups` is for all groups.
+Without a process group the world is this process alone. `comm.world` has its collectives.
+`disconnect_groups` is for all groups, and `disconnect_store` for the store that all ranks share.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,29 +22,29 @@ from torch.distributed.rendezvous import rendezvous
 
 __all__ = [
     "DEFAULT_TIMEOUT",
-    "broadcast_object",
     "disconnect_groups",
-    "gather_objects",
+    "disconnect_store",
     "has_world",
     "is_world",
     "known_backends",
     "leave_world",
     "open_store",
-    "wait_for_world",
+    "server_of",
     "world_size",
 ]
 
 DEFAULT_TIMEOUT = default_pg_timeout
 _RENDEZVOUS_MARGIN_S = 2.0  # wait for torch's own error, which is more precise
 
-_T = TypeVar("_T")
-
 
 def known_backends() -> list[str]:
     """Names of torch's backends, with those of other packages; empty without torch.distributed."""
     if not dist.is_available():
         return []
-    return [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
+    # Torch lists these two also if it was built without them.
+    built = {"mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
+    names = (name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+    return [name for name in names if built.get(name, True)]
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> Any:
@@ -103,31 +104,6 @@ def world_size() -> int:
     return dist.get_world_size() if has_world() else 1
 
 
-def wait_for_world(device: torch.device) -> None:
-    """Waits until every rank has called this; `device` is where this rank computes. Collective."""
-    if has_world():
-        on_nccl = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[device.index] if on_nccl else None)
-
-
-def broadcast_object(value: _T, source: int = 0) -> _T:
-    """Returns the picklable object of rank `source`, on every rank. Collective: every rank."""
-    if not has_world():
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, source)
-    return box[0]
-
-
-def gather_objects(value: Any) -> list[Any]:
-    """Returns every rank's picklable object, by rank, on every rank. Collective: every rank."""
-    if not has_world():
-        return [value]
-    box: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(box, value)
-    return box
-
-
 def leave_world() -> None:
     """Destroys the default process group, if there is one. Local."""
     if has_world():
@@ -168,10 +144,35 @@ def _close_pairs(group: Any) -> None:
     """
     nothing = torch.empty(1)
     for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            if "Timed out" in str(error):
-                return
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
+
+
+def server_of(store: Any) -> Any:
+    """Returns the store below all prefixes."""
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def disconnect_store() -> None:
+    """Ends all requests of this process to WORLD's store: they raise. On Linux; else nothing.
+
+    Such a request has no time limit of its own, and waits in C++ code, where no signal handler of
+    Python runs: for example while a process group is made with a rank that has ended.
+    """
+    port = getattr(server_of(dist.distributed_c10d._get_default_store()), "port", None)
+    with suppress(OSError):  # there is no /proc
+        for descriptor in map(int, os.listdir("/proc/self/fd")):
+            with suppress(OSError):  # it was closed meanwhile, or is not connected
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                    _shut_down_if_connected(os.dup(descriptor), port)
+
+
+def _shut_down_if_connected(descriptor: int, port: int | None) -> None:
+    """Shuts the connection to `port` down; takes the descriptor, which is closed."""
+    with socket.socket(fileno=descriptor) as connection:
+        is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if is_inet and connection.getpeername()[1] == port:
+            connection.shutdown(socket.SHUT_RDWR)

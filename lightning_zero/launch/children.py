@@ -116,7 +116,7 @@ class Children(threading.Thread):
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """Context in which this process may wait for the children and is killed if one is gone."""
+        """Context in which this process may wait for the children and is ended if one is gone."""
         self._is_needed.set()
         self._has_failed = False
         atexit.unregister(self._kill_rest)  # an exception before this was caught
@@ -133,7 +133,7 @@ class Children(threading.Thread):
             self._is_needed.clear()
 
     def run(self) -> None:
-        """Kills all ranks, this process too, some time after a needed rank has ended."""
+        """Ends all ranks, this process too, some time after a needed rank has ended."""
         gone_at = None
         while not self._is_over.wait(_POLL_S):
             gone = [p for p in self.processes if p.poll() is not None]
@@ -148,12 +148,13 @@ class Children(threading.Thread):
             if time.monotonic() - gone_at > grace_s:
                 _report(
                     f"{self._describe(gone)}, and rank 0 has waited for it for {grace_s:g} s: all "
-                    "ranks of this node are killed. Every rank must run the same script to its "
-                    "end."
+                    "ranks of this node are terminated. Every rank must run the same script to "
+                    "its end."
                 )
                 for process in self.processes:
                     process.kill()
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def end(self, *, has_failed: bool = False) -> None:
         """Ends the job: waits for the children, then restores this process.

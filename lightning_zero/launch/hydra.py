@@ -8,6 +8,7 @@ command line describes many jobs, and its flags may have any position.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
 
 __all__ = [
+    "RecordsOfPackage",
     "check_launch",
     "child_command",
     "current_job",
@@ -37,6 +39,19 @@ _MIN_LETTERS_OF_TEXT = 8  # "key: loss" must not mask every "loss"
 # Overrides that are not part of the name of a run.
 _NOT_IN_NAME = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}
 _BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+class RecordsOfPackage(logging.Filter):
+    """Passes the log records of this package only: what the strategy saves, restores, requeues.
+
+    They have the logger of Lightning's own messages, which conf keeps off the terminal.
+    """
+
+    _FOLDER = str(Path(__file__).parents[1])
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record was logged by a file of this package."""
+        return record.pathname.startswith(self._FOLDER)
 
 
 def current_job() -> str | None:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 
 from lightning_zero.launch.hydra import run_name, sweep_name
 
-__all__ = ["register", "schema"]
+__all__ = ["process_rank", "register", "schema"]
 
 _GROUP = "hydra/lightning_zero"
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.launch.hydra_jobs.HydraJobs"}}
@@ -44,8 +44,12 @@ def schema(strategy: type, target: str, *, module: str) -> type[Any]:
             settings.append((name, _yaml_type(hints[name]), field(default=default)))
     made = make_dataclass("ZeroStrategySettings", settings)
     made.__module__ = module  # pickle finds the class by module and `__qualname__`
-    # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch.
-    made.__name__ = "ZeroStrategySettings (--cfg job shows all)"
+    # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch: for an unknown
+    # key, a wrong type, and another strategy in the place of this one.
+    made.__name__ = (
+        "ZeroStrategySettings (--cfg job shows all; leave out zero= with trainer=ddp or another "
+        "strategy)"
+    )
     return made
 
 
@@ -90,10 +94,14 @@ def _precision(accelerator: str) -> str:
     return "32-true" if accelerator == "cpu" else "bf16-mixed"  # bf16 is slow on most CPUs
 
 
-def _rank_suffix() -> str:
-    """Suffix with this process's rank, before there is a Trainer; empty on rank 0."""
+def process_rank() -> int:
+    """Rank of this process, before there is a Trainer."""
     variables = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
-    rank = next((int(os.environ[name]) for name in variables if name in os.environ), 0)
+    return next((int(os.environ[name]) for name in variables if name in os.environ), 0)
+
+
+def _rank_suffix() -> str:
+    rank = process_rank()
     return f"_rank{rank}" if rank else ""
 
 

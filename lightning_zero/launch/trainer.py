@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -42,14 +44,10 @@ def make_trainer(
         monitor_type: Class of callbacks that need such a strategy.
 
     Raises:
-        ValueError: `config.trainer.strategy` has settings but no `_target_`.
+        ValueError: `config.trainer.strategy` has settings but no `_target_`, or an unknown name of
+            ZeRO; or `config.trainer.accelerator` is a GPU, and there is none.
     """
-    given = OmegaConf.select(config, "trainer.strategy")
-    if isinstance(given, DictConfig) and "_target_" not in given:
-        raise ValueError(
-            f"trainer.strategy has settings ({', '.join(map(str, given))}) but no strategy; add "
-            "zero=..., or remove these settings."
-        )
+    _check(config)
     loggers: Any = _members(config, "logger") or False
     logger = OmegaConf.select(config, "trainer.logger")
     if logger is not None:  # trainer.logger=false
@@ -64,6 +62,29 @@ def make_trainer(
         callbacks = _without(callbacks, monitor_type, f"the strategy is {strategy}")
     trainer: pl.Trainer = make(callbacks=callbacks, logger=loggers)
     return trainer
+
+
+def _check(config: DictConfig) -> None:
+    """Raises the errors of `make_trainer`, before anything is built."""
+    given = OmegaConf.select(config, "trainer.strategy")
+    if isinstance(given, DictConfig) and "_target_" not in given:
+        raise ValueError(
+            f"trainer.strategy has settings ({', '.join(map(str, given))}) but no strategy; add "
+            "zero=..., or remove these settings."
+        )
+    known = [name for name in StrategyRegistry.available_strategies() if name.startswith("zero")]
+    if str(given).startswith("zero") and given not in known:
+        near = get_close_matches(str(given), known, n=1) or known[:1]
+        raise ValueError(
+            f"trainer.strategy must be one of {', '.join(known)}, or a strategy of Lightning, got "
+            f"{given!r}; did you mean {near[0]}?"
+        )
+    accelerator = OmegaConf.select(config, "trainer.accelerator")
+    if accelerator in ("cuda", "gpu") and not torch.cuda.is_available():
+        raise ValueError(
+            f"trainer.accelerator={accelerator} needs a GPU, and torch finds none; add trainer=cpu "
+            "to run on CPU processes, or install the CUDA build of torch."
+        )
 
 
 def _members(config: DictConfig, name: str) -> list[Any]:

@@ -89,7 +89,12 @@ NEEDS = {
         "stage=1 or stage=2",
     ),
     **dict.fromkeys(
-        ("offload_optimizer", "overlap_step", "sharding_group_size"),
+        (
+            "offload_optimizer",
+            "overlap_step",
+            "sharding_group_size",
+            "separate_reduce_scatter_group",
+        ),
         Need(
             lambda stage: stage.has_shard(State.OPTIM),
             "stage 1, 2 or 3",
@@ -134,6 +139,9 @@ class ZeroConfig:
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
+        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
+            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
+            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -183,6 +191,7 @@ class ZeroConfig:
     unit_classes: Modules | None = None
     reshard_after_forward: bool | None = None
     overlap_comm: bool = True
+    separate_reduce_scatter_group: bool = False
     reduce_dtype: torch.dtype | str | None = None
     param_dtype: torch.dtype | str | None = None
     keep_float32: Modules | None = None
@@ -241,6 +250,15 @@ class ZeroConfig:
     def under_autocast(self) -> ZeroConfig:
         """A copy for a module that computes under `torch.autocast`."""
         return self.replace(keep_float32=tuple(dict.fromkeys((AUTOCAST, *self.keep_float32_items))))
+
+    @property
+    def separates_gathers(self) -> bool:
+        """Whether all-gathers need a process group of their own, on backends other than gloo.
+
+        A thread that steps buckets also all-gathers them, in no fixed order with other collectives.
+        """
+        is_in_thread = self.overlap_step and self.states.all_gathers_after_step
+        return self.separate_reduce_scatter_group or is_in_thread
 
     @property
     def states(self) -> Stage:
@@ -324,6 +342,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stage": _check_stage,
     **dict.fromkeys(SIZES, _check_size),
     "overlap_comm": _check_bool,
+    "separate_reduce_scatter_group": _check_bool,
     "broadcast_buffers": _check_bool,
     "assume_elementwise": _check_bool,
     "overlap_step": _check_bool,

@@ -118,7 +118,7 @@ class WandbPanels:
 
     def __init__(self, logger: WandbLogger) -> None:
         self._logger = logger
-        logger.experiment.define_metric("zero/*", step_metric="trainer/global_step")
+        logger.experiment.define_metric("zero*", step_metric="trainer/global_step")
 
     def log_step(
         self, memory: Sequence[MemoryReport], transfers: Sequence[TransferStats], step: int
@@ -126,20 +126,27 @@ class WandbPanels:
         """Logs memory by rank and state, and communication, at the global step `step`."""
         from wandb import Table
 
-        columns: list[str | int] = ["kind", "in flight s", "hidden s", "exposed s", "GiB", "GiB/s"]
+        columns: list[str | int] = [
+            "kind",
+            "in flight s",
+            "overlapped s",
+            "exposed s",
+            "GiB",
+            "GiB/s",
+        ]
         rows = [
-            [one.kind, one.in_flight_s, one.hidden_s, one.exposed_s, one.gib, one.gib_per_s]
+            [one.kind, one.in_flight_s, one.overlapped_s, one.exposed_s, one.gib, one.gib_per_s]
             for one in transfers
         ]
         communication = Table(columns=columns, data=rows)
-        panels = {"zero/memory_by_rank": _bars(memory), "zero/communication": communication}
+        panels = {"zero_memory/by_rank": _bars(memory), "zero_comm/kinds": communication}
         self._logger.log_metrics(panels, step=step)
 
     def log_end(self, report: JobReport, timelines: Sequence[Path], step: int) -> None:
         """Logs memory and communication of the entire job, and plots of the traced steps."""
         self.log_step(report.memory, report.transfers, step)
         for path in timelines:
-            self._logger.log_image(f"zero/{path.stem}", [str(path)], step=step)
+            self._logger.log_image(f"zero_trace/{path.stem}", [str(path)], step=step)
 
 
 def _bars(memory: Sequence[MemoryReport]) -> Any:

@@ -1,5 +1,8 @@
 """Logged metrics: of one recorded step, and of the time between two recorded steps.
 
+A logger gets the keys of `is_summary`, or all of them (`ZeroMonitor(detail=True)`). The part of a
+key before the slash is a section that a logger can fold.
+
 The keys of a step follow from the plan, so they are the same on every rank and in every step. A key
 ends in its unit: `_gib` (1024^3 bytes), `_s` or `_gib_per_s`; a key without one is a count or a
 rank.
@@ -22,6 +25,7 @@ that all ranks have the batches of rank 0.
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
@@ -51,12 +55,14 @@ from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
     "SKEW",
+    "STRAGGLER",
     "Counts",
     "Sample",
     "Speed",
     "Throughput",
     "allocated_and_peak_bytes",
     "flops_per_token",
+    "is_summary",
     "recorded_kinds",
     "make_metrics",
     "num_tokens",
@@ -64,11 +70,16 @@ __all__ = [
     "peak_flops",
 ]
 
-SKEW = "zero/straggler/skew_s"
+SKEW = "zero_straggler/skew_s"
+STRAGGLER = "zero_straggler/rank"
 _GIB = 1024**3
-_AGREE_EXPOSED = "zero/comm/agree_exposed_s"
-_WAIT_FOR_RANKS = "zero/wait/for_others_s"
+_AGREE_EXPOSED = "zero_comm/agree_exposed_s"
+_WAIT_FOR_RANKS = "zero_wait/for_others_s"
 _STATES = {State.PARAM: "param", State.GRAD: "grad", State.OPTIM: "optim"}
+_SUMMARY = re.compile(
+    r"zero_(time/step_s(/max)?|wait/total_s(/mean)?|memory/peak_gib(/max)?|grad_norm/total"
+    r"|straggler/.*|throughput/.*)"
+)
 _COMPUTE = {Kind.FORWARD: "forward_s", Kind.BACKWARD: "backward_s", Kind.STEP: "optimizer_s"}
 _MOVES = (Kind.TO_DEVICE, Kind.TO_CPU, Kind.READ, Kind.WRITE)
 
@@ -111,30 +122,30 @@ def make_metrics(
     tiers = _tiers(plan)
     for tier in tiers:
         for state, name in _STATES.items():
-            metrics[f"zero/memory/{tier.value}_{name}_gib"] = partial(_state_gib, tier, state)
+            metrics[f"zero_memory/{tier.value}_{name}_gib"] = partial(_state_gib, tier, state)
     has_files = Tier.NVME in tiers
     if has_files:
-        metrics["zero/memory/buffers_gib"] = lambda s: s.memory.buffer_bytes / _GIB
-    metrics["zero/memory/allocated_gib"] = lambda s: s.allocated_bytes / _GIB
-    metrics["zero/memory/peak_gib"] = lambda s: s.peak_bytes / _GIB
-    metrics["zero/time/step_s"] = lambda s: s.recording.seconds
+        metrics["zero_memory/buffers_gib"] = lambda s: s.memory.buffer_bytes / _GIB
+    metrics["zero_memory/allocated_gib"] = lambda s: s.allocated_bytes / _GIB
+    metrics["zero_memory/peak_gib"] = lambda s: s.peak_bytes / _GIB
+    metrics["zero_time/step_s"] = lambda s: s.recording.seconds
     for kind, name in _COMPUTE.items():
-        metrics[f"zero/time/{name}"] = partial(_in_flight_s, kind)
+        metrics[f"zero_time/{name}"] = partial(_in_flight_s, kind)
     if overlaps_step:
-        metrics["zero/time/optimizer_hidden_s"] = lambda s: s.recording.hidden_s(Kind.STEP)
-        metrics["zero/time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
+        metrics["zero_time/optimizer_overlapped_s"] = lambda s: s.recording.hidden_s(Kind.STEP)
+        metrics["zero_time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds:
         metrics |= _kind_metrics(kind)
     if any(bucket.stage.shards_params for bucket in plan.buckets):
-        metrics["zero/prefetch/hits"] = lambda s: s.recording.hits
-        metrics["zero/prefetch/misses"] = lambda s: s.recording.misses
+        metrics["zero_prefetch/hits"] = lambda s: s.recording.hits
+        metrics["zero_prefetch/misses"] = lambda s: s.recording.misses
     if any(bucket.tiers.param is Tier.NVME for bucket in plan.buckets):
-        metrics["zero/prefetch/read_hits"] = lambda s: s.recording.read_hits
-        metrics["zero/prefetch/read_misses"] = lambda s: s.recording.read_misses
+        metrics["zero_prefetch/read_hits"] = lambda s: s.recording.read_hits
+        metrics["zero_prefetch/read_misses"] = lambda s: s.recording.read_misses
     if has_files:
-        metrics["zero/nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / _GIB
-        metrics["zero/nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / _GIB
-    metrics["zero/wait/total_s"] = lambda s: s.recording.waited_s
+        metrics["zero_nvme/read_total_gib"] = lambda s: s.memory.nvme_read_bytes / _GIB
+        metrics["zero_nvme/written_total_gib"] = lambda s: s.memory.nvme_written_bytes / _GIB
+    metrics["zero_wait/total_s"] = lambda s: s.recording.waited_s
     metrics[_WAIT_FOR_RANKS] = lambda s: s.recording.waited_for_others_s
     return metrics
 
@@ -182,13 +193,13 @@ def _in_flight_s(kind: Kind, sample: Sample) -> float:
 
 def _kind_metrics(kind: Kind) -> dict[str, Metric]:
     group = "tier" if kind in _MOVES else "comm"
-    key = f"zero/{group}/{kind.value}"
+    key = f"zero_{group}/{kind.value}"
     exposed: dict[str, Metric] = {f"{key}_exposed_s": lambda s: s.recording.exposed_s(kind)}
     if kind is Kind.AGREE:  # a few bytes, always exposed
         return exposed
     return {
         f"{key}_s": partial(_in_flight_s, kind),
-        f"{key}_hidden_s": lambda s: s.recording.hidden_s(kind),
+        f"{key}_overlapped_s": lambda s: s.recording.hidden_s(kind),
         **exposed,
         f"{key}_gib": lambda s: s.recording.nbytes(kind) / _GIB,
         f"{key}_gib_per_s": lambda s: s.recording.gib_per_s(kind),
@@ -226,10 +237,15 @@ def aggregate_ranks(
     waited = columns[_WAIT_FOR_RANKS]
     least = min(waited)  # the straggler waits least
     skew = (sum(waited) - len(waited) * least) / (len(waited) - 1)
-    straggler = {"zero/straggler/rank": waited.index(least), SKEW: skew}
+    straggler = {STRAGGLER: waited.index(least), SKEW: skew}
     if _AGREE_EXPOSED in columns:
         means[_AGREE_EXPOSED] = min(columns[_AGREE_EXPOSED])
     return logged | straggler, means | straggler
+
+
+def is_summary(key: str) -> bool:
+    """Whether `key` is one of the few that are logged by default."""
+    return _SUMMARY.fullmatch(key) is not None
 
 
 # ------------------------------------------------------------------------ throughput
@@ -385,5 +401,5 @@ class Speed:
     def metrics(self) -> dict[str, float]:
         """Metrics to log, without unknown ones."""
         names = ("samples_per_s", "tokens_per_s", "tflops_per_device", "mfu")
-        values = {f"zero/throughput/{name}": getattr(self, name) for name in names}
+        values = {f"zero_throughput/{name}": getattr(self, name) for name in names}
         return {key: value for key, value in values.items() if not math.isnan(value)}

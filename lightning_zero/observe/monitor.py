@@ -10,7 +10,8 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,11 +30,13 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.loggers import WandbPanels
 from lightning_zero.observe.metrics import (
     SKEW,
+    STRAGGLER,
     Sample,
     Speed,
     Throughput,
     aggregate_ranks,
     allocated_and_peak_bytes,
+    is_summary,
     make_metrics,
     peak_flops,
     recorded_kinds,
@@ -41,13 +44,13 @@ from lightning_zero.observe.metrics import (
 from lightning_zero.observe.plots import MATPLOTLIB_HINT, has_matplotlib, plot_memory, write_trace
 from lightning_zero.observe.recordings import write_recording
 from lightning_zero.observe.report import JobReport, TransferStats, memory_reports, zero_strategy
+from lightning_zero.observe.windows import MonitorConfig, Window, Windows
 from lightning_zero.record import streams
-from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording
 from lightning_zero.strategy.saving import SavingCallback
 from lightning_zero.strategy.strategy import ZeroStrategy
 
-__all__ = ["MonitorConfig", "FitMonitor", "RecordedStep", "Window", "Windows", "ZeroMonitor"]
+__all__ = ["FitMonitor", "RecordedStep", "ZeroMonitor"]
 
 
 class ZeroMonitor(SavingCallback):
@@ -82,16 +85,21 @@ class ZeroMonitor(SavingCallback):
             written to `zero/recordings` for `lightning-zero trace`.
         report: Print memory by rank, throughput and communication at the end of training, and write
             them to `zero/`, with plots of memory and of the traced steps.
-        grad_norms: Log the gradient norm of each bucket, before clipping. Without effect if
+        detail: Log all metrics. False: log about eight that show whether a job is healthy (step
+            and wait time, peak memory, throughput, gradient norm, straggler).
+        grad_norms: Log the total gradient norm, and with `detail` that of each bucket, before
+            clipping. Without effect if
             gradients are offloaded to NVMe, where all of them would be read once more.
-        spread: Also log `/min` and `/max_rank` (the rank with the maximum) of each metric.
+        spread: Also log `/min` and `/max_rank` (the rank with the maximum) of each metric; needs
+            `detail`.
         dirpath: Directory of the run. None: that of the first logger, or the Trainer's
             `default_root_dir`; if that is remote, the working directory.
 
     Raises:
         TypeError: An argument has a wrong type; or, before training, the strategy is not a
             `ZeroStrategy`.
-        ValueError: A number of steps is negative; or, before training, there is a second monitor.
+        ValueError: A number of steps is negative, or `spread` is set without `detail`; or, before
+            training, there is a second monitor.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class ZeroMonitor(SavingCallback):
         every_n_steps: int | None = None,
         trace_steps: Sequence[int] = (),
         report: bool = True,
+        detail: bool = False,
         grad_norms: bool = True,
         spread: bool = False,
         dirpath: str | os.PathLike[str] | None = None,
@@ -110,13 +119,16 @@ class ZeroMonitor(SavingCallback):
             raise TypeError(f"trace_steps must be a list of integers, got {trace_steps!r}.")
         for step in trace_steps:
             _check_steps("each of trace_steps", step)
-        flags = {"report": report, "grad_norms": grad_norms, "spread": spread}
+        flags = {"report": report, "detail": detail, "grad_norms": grad_norms, "spread": spread}
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} must be True or False, got {value!r}.")
+        if spread and not detail:
+            raise ValueError("spread needs detail=True; set it, or leave spread out.")
         self.every_n_steps = every_n_steps
         self.trace_steps = tuple(trace_steps)
         self.has_report = report
+        self.has_detail = detail
         self.has_grad_norms = grad_norms
         self.has_spread = spread
         self.dirpath = None if dirpath is None else Path(dirpath)
@@ -144,6 +156,7 @@ class ZeroMonitor(SavingCallback):
             MonitorConfig(
                 trainer.log_every_n_steps if every is None else every,  # type: ignore[attr-defined]
                 self.trace_steps,
+                has_detail=self.has_detail,
                 has_grad_norms=self.has_grad_norms,
                 has_spread=self.has_spread,
             ),
@@ -267,160 +280,6 @@ def _warn_on_error(what: str) -> Iterator[None]:
         warnings.warn(f"{what}: {type(error).__name__}: {error}", stacklevel=3)
 
 
-# ------------------------------------------------------------------------ windows
-
-
-@dataclass(frozen=True)
-class MonitorConfig:
-    """Settings of a monitor, the same on every rank.
-
-    Attributes:
-        every_n_steps: Interval of recorded steps: those that complete a multiple of it; 0: none.
-        trace_steps: Numbers of optimizer steps before the traced steps, which are also written to
-            files. If a batch has several optimizer steps, any of them matches.
-        has_grad_norms: Whether to measure gradient norms, unless gradients are offloaded to NVMe.
-        has_spread: See `aggregate_ranks`.
-    """
-
-    every_n_steps: int
-    trace_steps: Sequence[int] = ()
-    has_grad_norms: bool = True
-    has_spread: bool = False
-
-
-@dataclass(frozen=True)
-class Window:
-    """Recording of one step.
-
-    Attributes:
-        recording: Spans of the step.
-        num_batches: Number of batches with an optimizer step before it; Lightning logs at it.
-        is_traced: Whether the step is one of `trace_steps`.
-    """
-
-    recording: Recording
-    num_batches: int
-    is_traced: bool
-
-
-class Windows:
-    """Windows of one fit, each with the recording of one step and all of its micro-batches.
-
-    A step ends with a batch that increases `Trainer.global_step`: the last of one or several
-    batches of accumulation, or in manual optimization a batch with one or several optimizer steps.
-    Its window ends at the start of the next batch, or right before other code, such as an
-    evaluation. All-gathers and optimizer steps that overlap with the next forward are in one of the
-    two windows, and so is data loading. The recorder starts one step earlier, so that it sees what
-    that step leaves in flight.
-
-    Args:
-        recorder: Recorder of the engine.
-        config: Steps to record.
-        progress: Number of batches with an optimizer step, and of optimizer steps, before this fit.
-        align: Function called right before a traced window begins.
-
-    Attributes:
-        is_open: Whether a window is being recorded.
-        traces: Steps to trace that are not reached yet.
-    """
-
-    def __init__(
-        self,
-        recorder: Recorder,
-        config: MonitorConfig,
-        *,
-        progress: tuple[int, int],
-        align: Callable[[], object],
-    ) -> None:
-        num_batches, num_steps = progress
-        self._recorder = recorder
-        self._align = align
-        self._every = config.every_n_steps
-        self._multiples = num_batches // self._every if self._every else 0  # already recorded
-        self.traces = sorted({step for step in config.trace_steps if step >= num_steps})
-        self.is_open = self._is_traced = False
-        # Batches before the one that ended the step of the open window; None: it has not ended.
-        self._end_batch: int | None = None
-        self._ended_window: Window | None = None  # by `close`
-        # Optimizer steps before the current step; None between steps.
-        self._first_step: int | None = None
-        self._stride = 1  # optimizer steps in the last step
-
-    def before_batch(self, num_batches: int, num_steps: int) -> Window | None:
-        """Ends a window and begins the next, if due. Collective if the next one is traced.
-
-        Args:
-            num_batches: Number of batches with an optimizer step so far.
-            num_steps: Number of optimizer steps so far.
-
-        Returns:
-            The window that ended, here or in `close`.
-        """
-        if self._first_step is not None:
-            return None  # a further micro-batch
-        self._first_step = num_steps
-        window = self.take()
-        if self._is_due(num_batches, num_steps):
-            self._is_traced = self._is_to_trace(num_steps)
-            self._start()
-            if self._is_traced:
-                self._align()
-            self._recorder.begin(num_steps)
-            self.is_open = True
-        elif self._is_due(num_batches + 1, num_steps + self._stride):
-            self._start()
-        else:
-            self.stop()
-        return window
-
-    def after_batch(self, num_batches: int, num_steps: int) -> None:
-        """Checks whether the step has ended; `num_batches` had a step before this batch."""
-        if self._first_step is None or num_steps == self._first_step:
-            return
-        self._stride, self._first_step = num_steps - self._first_step, None
-        if self.is_open:
-            self._end_batch = num_batches
-            self.traces = [step for step in self.traces if step >= num_steps]
-            if self._every:
-                self._multiples = (num_batches + 1) // self._every
-
-    def close(self) -> bool:
-        """Ends or drops the open window before code other than training, and stops recording.
-
-        Returns:
-            Whether a window was dropped because its step had not ended.
-        """
-        if self._end_batch is not None:
-            self._ended_window = self.take()
-        is_dropped, self.is_open = self.is_open, False
-        self.stop()
-        return is_dropped
-
-    def take(self) -> Window | None:
-        """Returns the window whose step has ended, and ends it unless `close` has."""
-        window, self._ended_window = self._ended_window, None
-        if self._end_batch is not None:
-            window = Window(self._recorder.end(), self._end_batch, self._is_traced)
-            self.is_open, self._end_batch = False, None
-        return window
-
-    def stop(self) -> None:
-        """Stops recording spans."""
-        if self._recorder.is_on:
-            self._recorder.stop()
-
-    def _start(self) -> None:
-        if not self._recorder.is_on:
-            self._recorder.start()
-
-    def _is_due(self, num_batches: int, num_steps: int) -> bool:
-        is_sampled = self._every > 0 and (num_batches + 1) // self._every > self._multiples
-        return is_sampled or self._is_to_trace(num_steps)
-
-    def _is_to_trace(self, num_steps: int) -> bool:
-        return bool(self.traces) and self.traces[0] < num_steps + self._stride
-
-
 # ------------------------------------------------------------------------ fit
 
 
@@ -463,7 +322,7 @@ class FitMonitor:
         # For norms, each gradient on NVMe would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
         self._has_grad_norms = config.has_grad_norms and not in_files
-        self._has_spread = config.has_spread
+        self._has_detail, self._has_spread = config.has_detail, config.has_spread
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
         self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
@@ -474,6 +333,7 @@ class FitMonitor:
         self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
         self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
         self._num_recorded = 0  # steps in `_sums`
+        self._stragglers: Counter[int] = Counter()  # steps by the rank that was last
         self._has_logged_memory = False
         self._is_first = True  # whether the current or last step is the first one
 
@@ -537,9 +397,10 @@ class FitMonitor:
             memory=memory_reports(self._strategy),
             speed=Speed.from_counts(counts, self._peak_flops),
             num_recorded=self._num_recorded,
-            step_s=means.get("zero/time/step_s", 0.0),
-            waited_s=means.get("zero/wait/total_s", 0.0),
+            step_s=means.get("zero_time/step_s", 0.0),
+            waited_s=means.get("zero_wait/total_s", 0.0),
             skew_s=means.get(SKEW, 0.0),
+            straggler=next(iter(self._stragglers.most_common(1)), None),
             transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
             is_on_cpu=self._engine.device.type == "cpu",
         )
@@ -573,7 +434,11 @@ class FitMonitor:
             self._num_recorded += 1
             for key, value in means.items():
                 self._sums[key] = self._sums.get(key, 0.0) + value
+            if STRAGGLER in means:
+                self._stragglers[int(means[STRAGGLER])] += 1
         transfers = [TransferStats.from_means(kind, means) for kind in self._kinds]
+        if not self._has_detail:
+            logged = {key: value for key, value in logged.items() if is_summary(key)}
         return RecordedStep(window.num_batches, logged, memory, transfers)
 
     def _grad_norm_metrics(self) -> dict[str, float]:
@@ -583,7 +448,7 @@ class FitMonitor:
         # Not every logger accepts names such as "root[0]" and "blocks.3/frozen".
         logged = {re.sub(r"[^\w.-]+", ".", name).strip("."): norm for name, norm in norms.items()}
         logged["total"] = math.hypot(*norms.values())
-        return {f"zero/grad_norm/{name}": norm for name, norm in logged.items()}
+        return {f"zero_grad_norm/{name}": norm for name, norm in logged.items()}
 
     def _write_recordings(self, recordings: list[Recording]) -> None:
         if not recordings:

@@ -161,7 +161,7 @@ def _fits(open_ends: list[float], span: Span, may_nest: bool) -> bool:
 # ------------------------------------------------------------------------ Trace Event Format
 
 # A collective on CPU counts as in flight until it is waited for.
-CPU_TIMING_NOTE = "on CPU, hidden time is an upper bound and rates are lower bounds"
+CPU_TIMING_NOTE = "on CPU, overlapped time is an upper bound and rates are lower bounds"
 _GIB = 1024**3
 
 

@@ -30,6 +30,7 @@ __all__ = [
 _MIB = 1024**2
 _GIB = 1024**3
 _MAX_NUM_RANKS = 8
+_MIN_SKEW = 0.02  # of a step; below it, no rank is called a straggler
 
 
 class MemoryTable(pl.Callback):
@@ -123,17 +124,17 @@ class TransferStats:
 
     kind: str
     in_flight_s: float  # seconds in which at least one was in flight
-    hidden_s: float  # seconds of these that overlapped with compute
+    overlapped_s: float  # seconds of these that overlapped with compute
     exposed_s: float  # seconds in which compute waited
     gib: float  # sent by a rank, or moved between tiers
 
     @classmethod
     def from_means(cls, kind: Kind, means: Mapping[str, float]) -> TransferStats:
         """Statistics from the means of a step by metric; 0 where there is no metric."""
-        ends = ("_s", "_hidden_s", "_exposed_s", "_gib")
+        ends = ("_s", "_overlapped_s", "_exposed_s", "_gib")
         name = "optimizer" if kind is Kind.STEP else kind.value
         parts = ("comm", "tier", "time")  # the metrics of a kind are in one of these
-        keys = ([f"zero/{part}/{name}{end}" for part in parts] for end in ends)
+        keys = ([f"zero_{part}/{name}{end}" for part in parts] for end in ends)
         return cls(name, *(sum(means.get(key, 0.0) for key in of_end) for of_end in keys))
 
     @property
@@ -153,6 +154,7 @@ class JobReport:
     step_s: float
     waited_s: float  # seconds of a step in which a rank waited
     skew_s: float  # seconds of a step in which the other ranks waited for the last one
+    straggler: tuple[int, int] | None  # rank that was last most often, and in how many steps
     transfers: Sequence[TransferStats]
     is_on_cpu: bool  # the end of a collective is not observed there: rates are lower bounds
 
@@ -187,23 +189,29 @@ class JobReport:
         elif self.transfers:
             yield paragraph(
                 f"communication: mean of {self.num_recorded} recorded steps of "
-                f"{self.step_s * 1e3:.1f} ms (hidden: overlapped with compute; exposed: "
-                "compute waited)"
+                f"{self.step_s * 1e3:.1f} ms (overlapped with compute; exposed: compute waited)"
             )
             # Less than the sum if a wait was for several kinds at once.
             waits = ["total", "", "", *self._time(self.waited_s), "", ""]
             yield table([_HEADER, *map(self._row, self.transfers), waits])
             if self.world_size > 1:
-                skew_ms, of_step = self._time(self.skew_s)
-                yield f"skew: the other ranks waited {skew_ms} ms ({of_step}) for the last rank"
+                yield self._straggler()
             if self.is_on_cpu:
                 yield paragraph(
-                    "on CPU the end of a collective is only seen when it is waited for, so hidden "
-                    "time is an upper bound, and rates (>=) are lower bounds"
+                    "on CPU the end of a collective is only seen when it is waited for, so "
+                    "overlapped time is an upper bound, and rates (>=) are lower bounds"
                 )
 
+    def _straggler(self) -> str:
+        skew_ms, of_step = self._time(self.skew_s)
+        if self.straggler is None or self.skew_s < _MIN_SKEW * self.step_s:
+            return f"no straggler: ranks waited {skew_ms} ms ({of_step}) for the last one"
+        rank, times = self.straggler
+        often = "" if times == self.num_recorded else f" in {times} of {self.num_recorded} steps"
+        return f"rank {rank} is the straggler{often}: the others waited {skew_ms} ms ({of_step})"
+
     def _row(self, transfer: TransferStats) -> list[str]:
-        cells = [transfer.kind, *self._time(transfer.hidden_s), *self._time(transfer.exposed_s)]
+        cells = [transfer.kind, *self._time(transfer.overlapped_s), *self._time(transfer.exposed_s)]
         if not transfer.gib:
             return [*cells, "", ""]
         bound = ">= " if self.is_on_cpu and transfer.kind in _COLLECTIVES else ""
@@ -237,7 +245,7 @@ class JobReport:
 
 
 _COLLECTIVES = {kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}
-_HEADER = ["per step", "hidden ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
+_HEADER = ["per step", "overlapped ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
 
 
 def _by_name(states: Mapping[State, int]) -> dict[str, int]:

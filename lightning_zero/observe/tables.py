@@ -19,19 +19,23 @@ __all__ = ["WIDTH", "paragraph", "table"]
 WIDTH = 120  # columns, if standard output is not a terminal and $COLUMNS is not set
 
 
-def table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> str:
+def table(
+    lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,), width: int | None = None
+) -> str:
     """Lays out columns separated by two spaces.
 
     A table that is too wide has one space between columns, and cells are wrapped between words.
 
     Args:
-        lines: Cells of the header and of each row.
+        lines: Cells of the header, which may have several lines, and of each row.
         left: Indices of the columns with text, which are left-aligned; the other columns have
             numbers, which are right-aligned and never wrapped.
+        width: Columns of the text; None: those of the terminal.
     """
+    limit = width or _columns()
     columns = list(zip(*lines, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    is_wide = sum(widths) + 2 * (len(widths) - 1) <= _columns()
+    widths = [max(len(line) for cell in column for line in cell.split("\n")) for column in columns]
+    is_wide = sum(widths) + 2 * (len(widths) - 1) <= limit
     drawn = Table(box=None, pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0))
     for index, (header, *cells) in enumerate(columns):
         is_left = index in left
@@ -43,20 +47,20 @@ def table(lines: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> st
         )
     for line in lines[1:]:
         drawn.add_row(*map(Text, line))
-    return _plain(drawn)
+    return _plain(drawn, limit)
 
 
 def paragraph(text: str) -> str:
     """Wraps `text` between words."""
-    return _plain(Text(text))
+    return _plain(Text(text), _columns())
 
 
 def _columns() -> int:
     return shutil.get_terminal_size((WIDTH, 24)).columns
 
 
-def _plain(renderable: RenderableType) -> str:
+def _plain(renderable: RenderableType, width: int) -> str:
     written = StringIO()
-    console = Console(file=written, width=_columns(), color_system=None, force_jupyter=False)
+    console = Console(file=written, width=width, color_system=None, force_jupyter=False)
     console.print(renderable, crop=False)  # too wide is better than truncated
     return "\n".join(line.rstrip() for line in written.getvalue().splitlines())

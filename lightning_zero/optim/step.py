@@ -34,6 +34,7 @@ from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
+from lightning_zero.layout.stage import State
 from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
 from lightning_zero.optim.clone import (
     OptimizerClone,
@@ -93,7 +94,7 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self._view: Any = StateView(optimizer.state, self._drain)
+        self._view: Any = StateView(optimizer.state, self._before_access)
         self._kind = found.kind
         self._result = found
         self._probe = probe
@@ -112,7 +113,7 @@ class OptimizerStep:
             optimizer.register_step_post_hook(self._post_hook),
             optimizer.register_state_dict_pre_hook(self._before_state_dict),
             optimizer.register_state_dict_post_hook(as_plain_dicts),
-            optimizer.register_load_state_dict_pre_hook(self._drain),
+            optimizer.register_load_state_dict_pre_hook(self._before_access),
         ]
         self._wrapped = [*wrap_methods(optimizer, self._run_method), "load_state_dict"]
         optimizer.__dict__["load_state_dict"] = self._load_state_dict
@@ -153,8 +154,13 @@ class OptimizerStep:
             self._view.raw = self.optimizer.state
             self.optimizer.state = self._view
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _before_access(self, *_: Any) -> None:
+        """Before states are read or replaced from outside of a step."""
+        self._storage.state_offload.check(State.OPTIM)
         self._drain()
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self._before_access()
         if self.optimizer.state is not self._view:
             return  # called by the engine, or by the optimizer in its step
         for bucket in self._own_buckets():
@@ -163,7 +169,7 @@ class OptimizerStep:
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces the optimizer's `load_state_dict`: each rank takes its slices of full states."""
-        self._drain()
+        self._before_access()
         if self.optimizer.state is self._view:
             load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
         else:  # called by that function, with this rank's slices
@@ -187,6 +193,7 @@ class OptimizerStep:
         if not buckets:
             return method(*args, **kwargs)
         call = f"{type(self.optimizer).__name__}.{name}()"
+        self._storage.state_offload.check()
         lockstep = lockstep_of(buckets[0].parameters[0])
         lockstep.barrier(call)
         self._drain()

@@ -47,9 +47,9 @@ def copies_on_cpu(
             for group in optimizer.param_groups
         ]
         one = copy_of(optimizer, [group for group in groups if group["params"]])
-        for parameter, state in optimizer.state.items():  # of the constructor, as Adagrad's
-            if id(parameter) in memo:
-                one.state[memo[id(parameter)]] = tree_map_only(Tensor, _zeros_like, state)
+        for key, state in optimizer.state.items():  # of the constructor, as Adagrad's
+            if id(key) in memo:
+                one.state[memo[id(key)]] = tree_map_only(Tensor, _zeros_like, state)
         if one.param_groups:
             copied.append(one)
     return copy.deepcopy(module, memo), copied

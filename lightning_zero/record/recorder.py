@@ -50,6 +50,11 @@ class OpenSpan:
             self.stop = self.now() if stop is None else stop
             self.on_end(self)
 
+    def set_marks(self, start: Mark, stop: Mark) -> None:
+        """Ends the span with marks that the device has recorded."""
+        self.start = start
+        self.end(stop)
+
     def __enter__(self) -> OpenSpan:
         return self
 
@@ -306,8 +311,7 @@ class _Watched:
         self._recorder = recorder
         self._is_waited = False
         if self.marks is not None:
-            span.start, stop = self.marks
-            span.end(stop)
+            span.set_marks(*self.marks)
 
     def wait(self) -> None:
         if self._is_waited:

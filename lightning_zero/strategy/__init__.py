@@ -8,7 +8,8 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
                       in set-up
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
                       module after a fit
-    saving            saving and loading of checkpoints, full and sharded
+    saving            saving of checkpoints, full and sharded
+    loading           loading of modules from checkpoints of every format, without a Trainer
     processes         identity and connection of ranks, and collectives on WORLD
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes

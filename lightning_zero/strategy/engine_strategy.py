@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -165,6 +166,7 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        self._settings.check_folders()
         Mesh.of(
             0, self.num_nodes * self.num_processes, self._group_size
         )  # raises for a wrong group size
@@ -173,6 +175,9 @@ class EngineStrategy(ProcessStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
+        if self.world_size == 1:  # Lightning advises sync_dist wherever there is a process group
+            advice = r"It is recommended to use `self\.log\(.*sync_dist=True"
+            warnings.filterwarnings("ignore", advice)
         if self.config.sharding_group_size == "node":
             check_numbering(self.global_rank, self.node_rank, self.num_processes)
 
@@ -269,7 +274,9 @@ class EngineStrategy(ProcessStrategy):
     def _begin(self, trainer: Trainer) -> None:
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
-        config = self._settings.decide(trainer, optimizers, hardware, self._precision_plugin)
+        gather = self.gather_for("the memory of all ranks")
+        precision = self._precision_plugin
+        config = self._settings.decide(trainer, optimizers, hardware, precision, gather)
         if trainer.state.fn == TrainerFn.FITTING:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(
@@ -504,7 +511,8 @@ def _full_module_fits(engine: Engine, *, num_averages: int) -> bool:
             f'unshard_after_fit="auto": the full module takes {needed / _GIB:.3g} GiB more on each '
             f"of {local_world_size()} rank(s) of a node, and less than twice that is free for "
             "each: its parameters are dropped. Load them from a checkpoint with "
-            "Model.load_from_checkpoint(path) or ckpt_path=path; unshard_after_fit=True keeps them."
+            "lightning_zero.load_from_checkpoint(Model, path) or ckpt_path=path; "
+            "unshard_after_fit=True keeps them."
         )
     return fits
 

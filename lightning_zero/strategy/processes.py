@@ -25,16 +25,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.health.together import run_on_all_ranks
+from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
+from lightning_zero.health.together import Gather, run_on_all_ranks
 from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
-from lightning_zero.health.world import (
-    broadcast_object,
-    has_world,
-    is_world,
-    open_store,
-    wait_for_world,
-    world_size,
-)
+from lightning_zero.health.world import has_world, is_world, open_store, world_size
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
 from lightning_zero.layout.config import WaitLimits, as_timeout
@@ -253,6 +247,15 @@ class ProcessStrategy(ParallelStrategy):
             return tensor
         with self._waiting(name):
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+
+    def gather_for(self, name: str) -> Gather:
+        """Returns a function that gathers an object of every rank; its waits are announced."""
+
+        def gather(value: Any) -> list[Any]:
+            with self._waiting(name):
+                return gather_objects(value)
+
+        return gather
 
     def run_on_rank_zero(self, what: str, action: Callable[[], _T], *, otherwise: Any = None) -> _T:
         """As `run_on_all_ranks`, for rank 0 alone; returns its result. Collective.

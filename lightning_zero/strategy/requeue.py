@@ -55,7 +55,8 @@ class RequeuedExit(SIGTERMException):
     """
 
     def __init__(self) -> None:
-        super().__init__(128 + signal.SIGTERM)
+        super().__init__()  # Lightning 2.7 accepts no argument
+        self.code = 128 + signal.SIGTERM
 
 
 class Requeueing(_SignalConnector):

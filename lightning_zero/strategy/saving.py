@@ -6,79 +6,61 @@ loading a checkpoint and the end of fit wait for the thread and raise its error.
 failed one first writes its own checkpoint, while training waits: it may be the last one possible. A
 checkpoint that Lightning removes in favor of a newer one is kept until the newer one is complete,
 and stays if that fails.
-
-[Note: Every format] Lightning's `load_from_checkpoint` opens its argument as one file of
-`torch.save`, through one function of its module `lightning.pytorch.core.saving`.
-`patch_load_from_checkpoint` replaces that function. The new one opens directories, `.safetensors`
-files and remote storage, and passes everything else to Lightning's function. The rest of the loader
-(hyperparameters, arguments, strictness) is Lightning's for all formats.
-
-Alternatives considered: an override of `LightningModule.load_from_checkpoint` would have to repeat
-its check of being called on a class, and the loader.
 """
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-import torch
-from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from lightning.pytorch.core import saving as lightnings
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero._version import __version__
-from lightning_zero.checkpoint import atomic, open_checkpoint
+from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
-from lightning_zero.checkpoint.remote import RemotePath, check_shared, is_remote
+from lightning_zero.checkpoint.engine_checkpoint import write_full
+from lightning_zero.checkpoint.remote import check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
+    MASTERS_KEY,
+    METADATA_KEY,
+    describe_save,
     replicated_as_shards,
     sharded_masters,
     sharded_optimizer_state,
     sharded_state_dict,
     shards_in,
 )
-from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.sizes import format_bytes
+from lightning_zero.strategy.loading import is_download
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = [
-    "MASTERS_KEY",
-    "METADATA_KEY",
     "CheckpointType",
     "Saving",
     "SavingCallback",
     "ZeroCheckpointIO",
-    "patch_load_from_checkpoint",
-    "is_download",
     "is_user_io",
 ]
 
 
 CheckpointType = Literal["auto", "full", "sharded"]
-MASTERS_KEY = "lightning_zero_masters"
-METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
 
 _CHECKPOINT_TYPES = get_args(CheckpointType)
 _SHARDED_NUMEL = 2**31  # parameter elements from which on "auto" is sharded
@@ -102,6 +84,8 @@ class Saving:
             raise ValueError(
                 f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {checkpoint_type!r}."
             )
+        if not isinstance(is_async, bool):
+            raise TypeError(f"async_save must be True or False, got {is_async!r}.")
         if is_async and checkpoint_type == "full":
             raise ValueError(
                 'async_save needs sharded checkpoints, got checkpoint="full"; use '
@@ -184,7 +168,8 @@ class Saving:
             is_full = reason is None
             if reason is not None:
                 rank_zero_info(
-                    f'checkpoint="auto": checkpoints are sharded directories, since {reason}; '
+                    f'checkpoint="auto": checkpoints are sharded directories, since {reason}. '
+                    "lightning_zero.load_from_checkpoint(Model, path) loads one; "
                     'checkpoint="full" writes one file.'
                 )
         self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
@@ -268,11 +253,7 @@ class Saving:
                 self._shards |= shards_in(masters)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
-        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | {
-            "version": __version__,
-            "stage": engine.config.stage,
-            "world_size": engine.comm.size,
-        }
+        checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | describe_save(engine)
         if self._channel is None or not self._channel.is_open:
             self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
         channel = self._channel
@@ -406,17 +387,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        place = locate(path)
-        if isinstance(place, Path):
-            atomic.make_folder(place.parent)
-        elif is_sharded(place):
-            raise FileExistsError(
-                errno.EEXIST,
-                "a full checkpoint cannot replace a sharded checkpoint at a remote address; delete "
-                "the sharded one, or choose another name",
-                str(place),
-            )
-        write_torch_file(checkpoint, place)
+        write_full(checkpoint, path)
 
     @override
     def load_checkpoint(
@@ -429,39 +400,3 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             raise_damage(path, find_damage(local_path(path)))
         loaded: dict[str, Any] = super().load_checkpoint(path, map_location, weights_only)
         return loaded
-
-
-def patch_load_from_checkpoint() -> None:
-    """Lets `load_from_checkpoint` open every format; see [Note: Every format]. Idempotent."""
-    load_file: Callable[..., Any] = vars(lightnings)["pl_load"]
-    if load_file.__module__ == __name__:
-        return
-
-    def load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        is_place = isinstance(path_or_url, (str, Path)) and not is_download(path_or_url)
-        if is_place:
-            raise_damage(path_or_url, find_damage(path_or_url))
-        if not is_place or not _is_ours(path_or_url):
-            return load_file(path_or_url, map_location=map_location, weights_only=weights_only)
-        checkpoint = open_checkpoint(path_or_url, weights_only=weights_only)
-        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
-        if isinstance(map_location, (str, torch.device)):
-            # Lightning moves the module to the device of the first tensor.
-            state_dict = checkpoint["state_dict"]
-            checkpoint["state_dict"] = {
-                name: value.to(map_location) if isinstance(value, Tensor) else value
-                for name, value in state_dict.items()
-            }
-        return checkpoint
-
-    lightnings.pl_load = load  # type: ignore[attr-defined]
-
-
-def is_download(path: _PATH) -> bool:
-    """Whether `path` is a web address, which Lightning downloads completely."""
-    return str(path).startswith(("http://", "https://"))
-
-
-def _is_ours(path: _PATH) -> bool:
-    place = locate(path)
-    return isinstance(place, RemotePath) or place.is_dir() or place.suffix == ".safetensors"

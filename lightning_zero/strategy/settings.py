@@ -27,10 +27,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.consistency import describe_config
-from lightning_zero.health.together import failing_together
-from lightning_zero.health.world import gather_objects, known_backends
+from lightning_zero.health.together import Gather, failing_together
+from lightning_zero.health.world import known_backends
 from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.layout.stage import State
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
 from lightning_zero.planner.optimizers import StateSpec
@@ -125,6 +126,16 @@ class Settings:
         self.config = self._given
         self.choice: AutoChoice | None = None
 
+    def check_folders(self) -> None:
+        """Raises a ValueError if `nvme_path` is not a folder of this machine."""
+        for offload in self._given.offloads:
+            path = None if offload is None else offload.nvme_path
+            if path is not None and not Path(path).is_dir():
+                raise ValueError(
+                    f"nvme_path must be an existing folder, got {path!r}; create it on every "
+                    "machine, or leave it out for a temporary folder."
+                )
+
     def describe(self) -> dict[str, str]:
         """Describes the given settings, for the consistency check."""
         stage = {"stage": _AUTO} if self._is_auto else {}
@@ -136,19 +147,25 @@ class Settings:
         optimizers: Sequence[Optimizer],
         hardware: Hardware,
         precision: ZeroPrecision | None,
+        gather: Gather,
     ) -> ZeroConfig:
         """Resolves the settings of one run completely. Collective."""
         group_size = self._given.group_size(local_world_size=hardware.ranks_per_node)
         config = self._given.replace(
             sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
         )
+        if config.assume_elementwise and not config.states.has_shard(State.OPTIM):
+            rank_zero_warn(
+                f"assume_elementwise has no effect in stage {config.stage}: optimizers step full "
+                "tensors."
+            )
         if precision is not None and precision.is_autocast:
             config = config.under_autocast()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         is_checked = is_fitting and self._checks_memory
         if not (self._is_auto or is_checked):
             return config
-        memory = _measure_memory(hardware, config)
+        memory = _measure_memory(hardware, config, gather)
         if self._is_auto:
             micro_batches = trainer.accumulate_grad_batches
             choice = choose(
@@ -160,7 +177,7 @@ class Settings:
             self.choice, config = choice, choice.config
             self.config = config
         if is_checked:
-            with failing_together("start"):  # models are not compared yet
+            with failing_together("start", gather=gather):  # models are not compared yet
                 check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
 
@@ -213,7 +230,7 @@ def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
     raise failure
 
 
-def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
+def _measure_memory(hardware: Hardware, base: ZeroConfig, gather: Gather) -> AvailableMemory:
     """Measures the least memory of any rank. Collective. See [Note: Same choice on all ranks]."""
     host_free, host_total = available_memory_bytes(), _physical_bytes()
     if hardware.device.type == "cuda":
@@ -226,7 +243,7 @@ def _measure_memory(hardware: Hardware, base: ZeroConfig) -> AvailableMemory:
         with suppress(OSError):  # this rank must reach the collective below
             disk_free = free_bytes(folder)
     own = [device_free, device_total, host_free, host_total, disk_free]
-    return AvailableMemory(*(min(values) for values in zip(*gather_objects(own), strict=True)))
+    return AvailableMemory(*(min(values) for values in zip(*gather(own), strict=True)))
 
 
 def _physical_bytes() -> int:

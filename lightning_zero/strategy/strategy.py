@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from lightning import __version__ as lightning_version
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
@@ -36,7 +35,6 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from typing_extensions import override
 
 from lightning_zero.checkpoint import (
@@ -45,20 +43,15 @@ from lightning_zero.checkpoint import (
     load_module,
     load_optimizer,
     narrow_masters,
-    open_checkpoint,
 )
-from lightning_zero.checkpoint.atomic import locate, recover
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
-from lightning_zero.checkpoint.source import raise_damage_on_any_rank
+from lightning_zero.checkpoint.source import open_on_all_ranks
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
-from lightning_zero.health.together import failing_together
-from lightning_zero.health.world import (
-    DEFAULT_TIMEOUT,
-    gather_objects,
-)
+from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.layout.offload import OffloadConfig
@@ -71,19 +64,17 @@ from lightning_zero.strategy.engine_strategy import (
     UnshardAfterFit,
     run_state,
 )
+from lightning_zero.strategy.loading import is_download
 from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
 from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
-    MASTERS_KEY,
-    METADATA_KEY,
     CheckpointType,
     Saving,
     SavingCallback,
     ZeroCheckpointIO,
-    is_download,
     is_user_io,
 )
 from lightning_zero.strategy.settings import Settings
@@ -91,19 +82,6 @@ from lightning_zero.tensors.meta import accepting_pending_values, set_pending_va
 
 __all__ = ["ZeroStrategy"]
 
-# Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
-_REGISTERED: dict[str, dict[str, Any]] = {
-    "zero1": {"stage": 1},
-    "zero2": {"stage": 2},
-    "zero3": {"stage": 3},
-    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
-    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
-    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
-    "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
-}
-
-# Callbacks may keep other tensors of a checkpoint while its file is replaced.
-_COPIED_ON_LOADING = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
 _STATE_DICT_METHOD = "_get_lightning_module_state_dict"  # of the Trainer's checkpoint connector
 
 
@@ -144,6 +122,9 @@ class ZeroStrategy(EngineStrategy):
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
+        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
+            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
+            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -234,6 +215,7 @@ class ZeroStrategy(EngineStrategy):
         unit_classes: Modules | None = None,
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
+        separate_reduce_scatter_group: bool = False,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
         keep_float32: Modules | None = None,
@@ -317,17 +299,6 @@ class ZeroStrategy(EngineStrategy):
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        for name, settings in _REGISTERED.items():
-            for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
-                if name + suffix not in strategy_registry:
-                    description = f"ZeRO {settings}, processes started by {start_method}"
-                    strategy_registry.register(
-                        name + suffix, cls, description, start_method=start_method, **settings
-                    )
-
     # ---------------------------------------------------------------- a run
 
     @override
@@ -346,9 +317,8 @@ class ZeroStrategy(EngineStrategy):
         super().setup_environment()
         # Before the first collective that depends on a setting.
         fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
-        with self._waiting("the settings of all ranks"):
-            fields_of_ranks = gather_objects({"ZeroStrategy": fields})
-        check_equal(fields_of_ranks)
+        gather = self.gather_for("the settings of all ranks")
+        check_equal(gather({"ZeroStrategy": fields}))
 
     @property
     @override
@@ -577,16 +547,10 @@ class ZeroStrategy(EngineStrategy):
         path = self.broadcast(checkpoint_path)
         if self._uses_io_only(path):
             return super().load_checkpoint(path, weights_only=weights_only)
-        with failing_together(f"reach {path}"):
-            check_shared(path, self.world_size)
-        self.run_on_rank_zero(f"recover {path}", lambda: recover(locate(path)))
-        raise_damage_on_any_rank(path, self.global_rank, self.world_size, gather_objects)
-        with failing_together(f"open {path}"):
-            checkpoint = open_checkpoint(path, weights_only=weights_only)
+        checkpoint = open_on_all_ranks(
+            path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
+        )
         checkpoint.setdefault("pytorch-lightning_version", lightning_version)
-        for key, value in checkpoint.items():
-            if key not in _COPIED_ON_LOADING:
-                checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
         return checkpoint
 
     @override

@@ -80,9 +80,11 @@ class FullTensorView(Tensor):
     @staticmethod
     def _view(values: Tensor, source: _Source) -> FullTensorView:
         with torch._C.DisableTorchFunctionSubclass():
-            view = values.as_subclass(FullTensorView)
-        view._source = source
-        return view
+            return values.as_subclass(FullTensorView)._with_source(source)
+
+    def _with_source(self, source: _Source) -> FullTensorView:
+        self._source = source
+        return self
 
     @classmethod
     def __torch_function__(

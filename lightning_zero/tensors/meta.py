@@ -226,6 +226,6 @@ def _text(name: str) -> str:
     return (
         f"parameter {name} was dropped when training ended, because the unsharded module would not "
         "fit into memory (see unshard_after_fit). Load a checkpoint: "
-        "Model.load_from_checkpoint(path) for an unsharded module, or ckpt_path=path for fit, "
-        "validate, test and predict."
+        "lightning_zero.load_from_checkpoint(Model, path) for an unsharded module, or "
+        "ckpt_path=path for fit, validate, test and predict."
     )

@@ -3,6 +3,7 @@
 Imports record, layout and tensors.
 
     storage       `Storage`: all stores of an engine, and the copies between tiers
+    state_offload states whose device memory is free between two steps
     grad_offload  gradient shards that are stored off the device
     pipeline      reads, processes and writes ranges of files, overlapping all three
     nvme          the files of one process: ordered reads and writes past the page cache

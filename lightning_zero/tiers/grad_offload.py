@@ -8,7 +8,7 @@ flight at once; `OffloadedGrad.wait` waits for one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -60,7 +60,7 @@ class GradQueue:
             return event
 
 
-@dataclass
+@dataclass(frozen=True)
 class _GradTransfer:
     """A mean in flight: in CPU memory after `event`, in its file after `transfer`."""
 
@@ -69,6 +69,7 @@ class _GradTransfer:
     event: streams.Event | None
     is_added: bool  # added to the stored mean; else replaces it
     has_staging: bool = False  # `values` belong to the queue's scratch memory
+    is_stored: bool = False  # it is in the store, or `transfer` brings it there
     transfer: Transfer | None = None
 
 
@@ -125,9 +126,8 @@ class OffloadedGrad:
         elif self._queue.storage.has_device_memory:
             values, has_staging = self._queue.scratch.acquire(self._numel, self._dtype), True
         event = None if values is mean else self._queue.copy(mean, values, self._name)
-        self._pending = _GradTransfer(values, mean, event, is_added, has_staging)
-        if values is mean:
-            self._store_pending(self._pending)
+        pending = _GradTransfer(values, mean, event, is_added, has_staging)
+        self._pending = self._stored(pending) if values is mean else pending
 
     def drop_if_shared(self) -> None:
         """Drops the store of a mean that is no longer needed if users still hold its memory."""
@@ -141,8 +141,7 @@ class OffloadedGrad:
         """Waits until the mean is stored."""
         pending = self._take_pending()
         if pending is not None:
-            if pending.transfer is None:
-                self._store_pending(pending)
+            pending = self._stored(pending)
             if pending.transfer is not None:
                 pending.transfer.wait()
             self._release_staging(pending)
@@ -169,15 +168,19 @@ class OffloadedGrad:
         if pending.has_staging:
             self._queue.scratch.release(pending.values)
 
-    def _store_pending(self, pending: _GradTransfer) -> None:
-        store = self.store
+    def _stored(self, pending: _GradTransfer) -> _GradTransfer:
+        """Stores the mean, or begins to write it to its file, unless that was done before."""
+        if pending.is_stored:
+            return pending
+        store, transfer = self.store, None
         if isinstance(store, FileShardStore):
             values = pending.values
             if pending.is_added:
                 values = values.add_(store.fetch(0, self._numel))
-            pending.transfer = store.begin_write(values)
+            transfer = store.begin_write(values)
         elif pending.is_added:
             store.fetch(0, self._numel).add_(pending.values)
+        return replace(pending, is_stored=True, transfer=transfer)
 
     def apply_(self, change: Callable[[Tensor], object], start: int, stop: int) -> None:
         """Changes elements [start, stop) in place."""

@@ -320,7 +320,7 @@ class NvmeStore:
             )
         if block_bytes < PAGE_BYTES or block_bytes % PAGE_BYTES:
             raise ValueError(f"block_bytes must be a multiple of {PAGE_BYTES}, got {block_bytes}")
-        self.block_bytes = block_bytes  # of later transfers; may be set
+        self.block_bytes = block_bytes
         self.recorder = recorder or Recorder()
         self.bytes_read = self.bytes_written = 0  # since construction
         self._pid = os.getpid()

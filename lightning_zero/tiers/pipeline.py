@@ -59,9 +59,6 @@ class Task:
         return sum(part.nbytes for part in self.ranges)
 
 
-_NO_JOB = Task(())
-
-
 class _Slot:
     """A buffer and the transfers that use it."""
 
@@ -71,17 +68,18 @@ class _Slot:
         self.writes: list[Transfer] = []  # writes of the previous job, until waited for
 
     def clear(self) -> None:
-        """Drops the job and all references to its data."""
-        self.job = _NO_JOB
+        """Drops the ranges and all references to their data."""
+        self.ranges: Sequence[FileRange] = ()
         self.views: list[Tensor] = []
         self.reads: list[Transfer] = []
 
-    def begin_reads(self, job: Task) -> None:
-        self.job = job
-        self.views = list(self.buffer[: job.nbytes].split([part.nbytes for part in job.ranges]))
+    def begin_reads(self, ranges: Sequence[FileRange]) -> None:
+        self.ranges = ranges
+        sizes = [part.nbytes for part in ranges]
+        self.views = list(self.buffer[: sum(sizes)].split(sizes))
         self.reads = [
             part.file.read(part.offset, view, after=self.writes)
-            for part, view in zip(job.ranges, self.views, strict=True)
+            for part, view in zip(ranges, self.views, strict=True)
             if part.is_read
         ]
 
@@ -91,11 +89,11 @@ class _Slot:
                 transfer.wait()
             if not any(transfer.is_stale for transfer in self.reads):
                 return
-            self.begin_reads(self.job)
+            self.begin_reads(self.ranges)
 
     def begin_writes(self) -> None:
         assert not self.writes
-        for part, view in zip(self.job.ranges, self.views, strict=True):
+        for part, view in zip(self.ranges, self.views, strict=True):
             if part.is_written:
                 self.writes.append(part.file.write(part.offset, view))
         self.clear()
@@ -144,16 +142,14 @@ class Pipeline:
         reads are dropped; `reset` waits for the writes.
         """
         self._check(jobs)
-        begun = [list(slot.job.ranges) for slot in self._loaded]
+        begun = [list(slot.ranges) for slot in self._loaded]
         if begun != [list(job.ranges) for job in jobs[: len(begun)]]:
             self._drop()
-        for slot, job in zip(self._loaded, jobs, strict=False):
-            slot.job = job
         waiting = iter(jobs[len(self._loaded) :])
         try:
             self._load(waiting)
-            for _ in jobs:
-                self._run_next()
+            for job in jobs:
+                self._run_next(job)
                 self._load(waiting)
         except BaseException:
             self._drop()  # the job that failed may have changed its buffer
@@ -184,14 +180,14 @@ class Pipeline:
     def _load(self, waiting: Iterator[Task]) -> None:
         """Begins the reads of jobs that get a buffer; its previous writes may be in flight."""
         while self._free and (job := next(waiting, None)) is not None:
-            self._free[0].begin_reads(job)
+            self._free[0].begin_reads(job.ranges)
             self._loaded.append(self._free.popleft())
 
-    def _run_next(self) -> None:
+    def _run_next(self, job: Task) -> None:
         slot = self._loaded[0]
         self._finish_writes([slot])
         slot.wait_for_reads()
-        slot.job.run(slot.views)
+        job.run(slot.views)
         slot.begin_writes()
         self._free.append(self._loaded.popleft())
 

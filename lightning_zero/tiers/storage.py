@@ -36,6 +36,7 @@ from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore, Transfer
 from lightning_zero.tiers.pipeline import FileRange, Pipeline
+from lightning_zero.tiers.state_offload import StateOffload
 
 __all__ = ["FileShardStore", "MemoryShardStore", "ParamReader", "ShardStore", "Storage"]
 
@@ -265,6 +266,7 @@ class Storage:
         self._step = step_buffer_config(offload_param, offload_optimizer)
         self._stores: dict[str, NvmeStore] = {}  # by folder
         self.buffer_bytes = 0
+        self.state_offload = StateOffload()  # states that the user has offloaded between steps
         for config in (offload_param, offload_optimizer):
             if config is not None and config.device != "cpu":
                 self._store(config)

@@ -275,7 +275,9 @@ def test_load_from_checkpoint_reads_every_format_with_hyperparameters_as_argumen
         path = str(path)
     # safetensors store one name of tied weights; torch's strict loading requires both.
     strict = name not in ("safetensors", "index")
-    module = GPTModule.load_from_checkpoint(path, strict=strict, ranks=2, is_tied=True)
+    module = lightning_zero.load_from_checkpoint(
+        GPTModule, path, strict=strict, ranks=2, is_tied=True
+    )
     expected = torch.load(folder / "state dict", weights_only=True)
     for key, value in module.state_dict().items():
         assert torch.equal(value, expected[key]), key
@@ -311,7 +313,9 @@ def test_load_from_checkpoint_moves_tensors_and_nothing_else(tmp_path):
     module.extra = {"n": 3}
     checkpoint = {"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.1"}
     plan_export(checkpoint, "dcp").write(tmp_path / "a.ckpt", lambda nbytes: None)
-    loaded = ExtraModule.load_from_checkpoint(tmp_path / "a.ckpt", map_location="cpu")
+    loaded = lightning_zero.load_from_checkpoint(
+        ExtraModule, tmp_path / "a.ckpt", map_location="cpu"
+    )
     assert loaded.extra == {"n": 3}
     assert torch.equal(loaded.layer.weight, module.layer.weight)
 
@@ -323,10 +327,10 @@ def test_load_from_checkpoint_finds_the_hyperparameters_in_a_directory(tmp_path)
     optimizer.step()
     state = {"hyper_parameters": dict(module.hparams), "pytorch-lightning_version": "2.6.1"}
     write_deepspeed(tmp_path, module, optimizer, stage=3, world_size=2, client_state=state)
-    loaded = SavedModule.load_from_checkpoint(tmp_path)
+    loaded = lightning_zero.load_from_checkpoint(SavedModule, tmp_path)
     assert loaded.hparams.width == 6
     assert torch.equal(loaded.layer.weight, module.layer.weight)
-    on_cpu = SavedModule.load_from_checkpoint(tmp_path, map_location="cpu")
+    on_cpu = lightning_zero.load_from_checkpoint(SavedModule, tmp_path, map_location="cpu")
     assert torch.equal(on_cpu.layer.weight, module.layer.weight)
 
 

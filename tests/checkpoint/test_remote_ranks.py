@@ -71,7 +71,7 @@ def _train_at_an_address(rank, world_size, form):
     loaded = factory()
     lightning_zero.load_weights(loaded, path)
     _assert_equal(loaded.state_dict(), module.state_dict())
-    again = GPTModule.load_from_checkpoint(path, ranks=1, is_tied=True)
+    again = lightning_zero.load_from_checkpoint(GPTModule, path, ranks=1, is_tied=True)
     _assert_equal(again.state_dict(), module.state_dict())
 
 

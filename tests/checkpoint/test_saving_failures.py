@@ -167,6 +167,31 @@ def test_a_full_disk_is_an_error_that_harms_nothing(is_async, small_disk):
     assert find_damage(small_disk / "a.ckpt") == []
 
 
+def test_a_full_disk_is_named_although_another_rank_is_interrupted(small_disk):
+    interrupted, full = run_ranks(2, _fill_and_interrupt, str(small_disk), has_group=False)
+    assert interrupted == "KeyboardInterrupt"
+    assert "No space left on device" in full
+
+
+def _fill_and_interrupt(rank, world_size, folder):
+    trainer = make_trainer(sharded(3))
+    trainer.fit(GPTModule(ranks=world_size))
+    trainer.strategy.barrier()
+    if rank == 0:
+
+        def interrupt(*args):
+            raise KeyboardInterrupt
+
+        ShardedSave._write = interrupt
+        with open(f"{folder}/other", "wb") as file, suppress(OSError):
+            file.write(bytes(2**21))
+    trainer.strategy.barrier()
+    try:
+        trainer.save_checkpoint(f"{folder}/a.ckpt")
+    except (OSError, KeyboardInterrupt) as error:
+        return str(error) or type(error).__name__
+
+
 def _fill_disk(rank, world_size, spec, folder, is_async):
     seed_everything(7, verbose=False)
     module = GPTModule(ranks=world_size, num_batches=5)

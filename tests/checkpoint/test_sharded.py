@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
 )
 
-from lightning_zero import OffloadConfig, __version__
+from lightning_zero import OffloadConfig, __version__, load_from_checkpoint
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.comm.control import Channel
@@ -573,7 +573,7 @@ def _load_with_hyperparameters(rank, world_size, path):
     trainer = make_trainer(sharded(3), max_epochs=2)
     trainer.fit(resumed, ckpt_path=path, weights_only=False)
     assert trainer.global_step == 8
-    loaded = WithWidth.load_from_checkpoint(path, weights_only=False, ranks=world_size)
+    loaded = load_from_checkpoint(WithWidth, path, weights_only=False, ranks=world_size)
     assert loaded.hparams == {"width": 5, "shape": Path("a")}
     for name, value in module.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], value)

@@ -89,6 +89,28 @@ def _fail_differently(rank, world_size):
     return tuple(texts)
 
 
+def test_an_interruption_does_not_hide_what_has_failed_on_another_rank():
+    assert run_ranks(3, _fail_beside_an_interruption) == [
+        "KeyboardInterrupt: ",
+        "OSError: [Errno 28] no space",
+        "OSError: [Errno 28] rank 1 could not write: OSError: [Errno 28] no space",
+    ]
+
+
+def _fail_beside_an_interruption(rank, world_size):
+    channel = _comm().open_channel()
+    failures = [KeyboardInterrupt(), OSError(28, "no space"), None]
+
+    def fail():
+        if failures[rank] is not None:
+            raise failures[rank]
+
+    try:
+        run_on_all_ranks(fail, gather=channel.all_gather, what="write")
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+
+
 class _TwoArgumentsError(Exception):
     def __init__(self, first, second):
         super().__init__(f"{first} and {second}")

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf, open_dict
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
-from lightning_zero.conf import make_trainer, optimized_metric
+from lightning_zero.conf import apply_extras, make_trainer, optimized_metric
 from lightning_zero.observe import loggers
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -153,11 +153,9 @@ def test_every_choice_builds_the_trainer(in_job, override):
         "logger=wandb": ["WandbLogger"],
         "logger=tensorboard": ["TensorBoardLogger"],
         "logger=many_loggers": ["ContinuedCSVLogger", "TensorBoardLogger", "WandbLogger"],
-        "debug=default": [],
-        "debug=overfit": [],
-        "debug=fdr": [],
     }
-    assert names == expected.get(override, ["ContinuedCSVLogger"])
+    usual = [] if override.startswith("debug=") else ["ContinuedCSVLogger"]
+    assert names == expected.get(override, usual)
 
 
 @pytest.mark.parametrize("choice", CHOICES["data"])
@@ -231,6 +229,17 @@ def test_settings_without_a_strategy_are_refused(in_job):
         make_trainer(in_job("~zero", *ON_CPU))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_job_for_gpus_names_the_choice_that_runs_without(in_job):
+    with pytest.raises(ValueError, match=r"accelerator=cuda needs a GPU.*; add trainer=cpu"):
+        make_trainer(in_job("experiment=gpt_1b_offload"))
+
+
+def test_an_unknown_name_of_a_strategy_gets_the_nearest_one(in_job):
+    with pytest.raises(ValueError, match=r"got 'zero2_offloads'; did you mean zero2_offload\?"):
+        make_trainer(in_job("trainer.strategy=zero2_offloads", *ON_CPU))
+
+
 @pytest.mark.parametrize("choice", CHOICES["debug"])
 def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, choice, tmp_path):
     config = in_job("logger=csv", "trainer=node", f"debug={choice}")
@@ -238,10 +247,10 @@ def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, c
     assert (config.trainer.accelerator, config.trainer.devices) == ("cpu", 1)
     trainer = make_trainer(config)
     assert not trainer.checkpoint_callbacks
-    limits = {"default": (20, False, 0), "fdr": (20, True, 0), "overfit": (20, False, 3)}
-    settings = config.trainer
-    found = (settings.limit_train_batches, settings.fast_dev_run, settings.overfit_batches)
-    assert found == limits[choice]
+    changed = {"fdr": ("fast_dev_run", True), "overfit": ("overfit_batches", 3)}
+    changed |= {"limit": ("limit_train_batches", 0.01), "profiler": ("profiler", "simple")}
+    name, value = changed.get(choice, ("limit_train_batches", 20))
+    assert config.trainer[name] == value
     assert list(tmp_path.iterdir()) == []
 
 
@@ -371,6 +380,7 @@ def test_an_experiment_applies_its_settings(choice):
         "little_memory": ("trainer.strategy.prefetch_bucket_size", 0),
         "gpt_1b": ("model.context", 2048),
         "gpt_1b_offload": ("trainer.strategy.offload_optimizer", "cpu"),
+        "example": ("trainer.strategy.stage", 2),
     }
     name, value = changed[choice]
     assert OmegaConf.select(composed(f"experiment={choice}"), name) == value
@@ -381,6 +391,7 @@ def test_an_experiment_applies_its_settings(choice):
     [
         ("zero=stage4", r"Could not find 'zero/stage4'(.*\n)+.*stage1(.*\n)+.*stage3"),
         ("zeros=stage3", "Could not override 'zeros'"),
+        ("trainer=ddp zero=stage2", r"leave out zero= with trainer=ddp"),
         ("trainer.strategy.stag=3", r"Key 'stag' not in 'ZeroStrategySettings \(--cfg job"),
         (
             "trainer.strategy.overlap_comm=perhaps",
@@ -392,8 +403,45 @@ def test_an_experiment_applies_its_settings(choice):
 )
 def test_a_wrong_group_key_or_type_is_an_error_before_anything_runs(override, text):
     with pytest.raises(HydraException) as caught:
-        composed(override)
+        composed(*override.split())
     assert re.search(text, f"{caught.value}\n{caught.value.__cause__}")
+
+
+@pytest.mark.parametrize("choice", CHOICES["optimizer"])
+def test_an_optimizer_takes_the_place_of_the_models_and_stays_out_of_its_checkpoints(choice):
+    with torch.device("meta"):
+        model = instantiate(composed(f"optimizer={choice}", "model=tiny").model)
+    assert model.make_optimizer(model.parameters()).defaults["lr"] == model.lr
+    assert type(model.make_optimizer([model.gpt.norm.weight])).__name__.lower() == choice
+    assert "optimizer" not in model.hparams
+
+
+def test_extras_print_settings_without_secrets_and_refuse_a_run_without_tags(capsys):
+    words = ["extras.print_config=true", "+api_key=never"]
+    config = composed(*words, "hydra.run.dir=x")
+    config.paths.output_dir = config.paths.work_dir = "run"
+    apply_extras(config)
+    printed = capsys.readouterr().out
+    assert "bits_per_byte" in printed
+    assert "never" not in printed
+    with pytest.raises(ValueError, match=r"needs tags, got none; give tags=\[NAME\]"):
+        apply_extras(composed("extras.enforce_tags=true", "tags=[]"))
+
+
+@pytest.mark.parametrize("group", CHOICES)
+def test_the_help_has_a_word_on_every_group(group):
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        header = compose("config", return_hydra_config=True).hydra.help.header
+    assert re.search(rf"^  ([a-z_]+, )?{group}[, ]", header, flags=re.MULTILINE)
+
+
+def test_precision_does_not_depend_on_where_its_group_stands(tmp_path):
+    first = "defaults: [_self_, /precision: fp16_mixed, /trainer: laptop]"
+    (tmp_path / "app.yaml").write_text(
+        f"{first}\nhydra: {{searchpath: ['pkg://lightning_zero.conf']}}"
+    )
+    with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path)):
+        assert compose("app").trainer.precision == "16-mixed"
 
 
 def test_a_composed_config_can_be_kept_in_a_checkpoint():

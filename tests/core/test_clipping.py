@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -176,3 +177,18 @@ def _norms_of_a_pair(rank, world_size, stage):
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_rank_without_gradients_of_its_own_adds_in_the_dtype_of_the_others(stage):
     assert run_ranks(2, _norms_of_a_pair, stage) == [(2.0, 2.0)] * 2
+
+
+def _norms_with_padding(rank, world_size, stage, order):
+    module = nn.Linear(5, 1, bias=False)
+    engine = Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=stage))
+    engine.backward(module(torch.arange(1.0, 6.0)).sum())
+    (norm,) = engine.grad_norms(order).values()
+    return float(norm), float(engine.clip_grad_norm_(1.0, norm_type=order))
+
+
+@pytest.mark.parametrize("order", [-1.0, -math.inf])
+def test_a_norm_of_negative_order_does_not_count_padding(order):
+    expected = float(torch.linalg.vector_norm(torch.arange(1.0, 6.0), order))
+    for norms in run_ranks(2, _norms_with_padding, 2, order):
+        assert norms == pytest.approx((expected, expected))

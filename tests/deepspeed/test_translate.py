@@ -608,6 +608,33 @@ def test_the_same_settings_turned_off_are_accepted(source):
     assert translate(source).ignored == {}
 
 
+def test_keys_that_deepspeed_has_removed_are_read_and_named():
+    found = translate({**zero(stage=3, mics_shard_size=8), "sparse_gradients": False})
+    assert found.config.sharding_group_size == 8
+    (text,) = [text for text in found.warnings if "0.19.8" in text]
+    assert text.startswith("sparse_gradients, zero_optimization.mics_shard_size: DeepSpeed refuses")
+    assert not [text for text in translate(zero(stage=3)).warnings if "0.19.8" in text]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"amp": {"enabled": True}},
+        {"elasticity": {"enabled": True}},
+        zero(stage=3, zeropp_loco_param={"err_beta": 0.8}),
+    ],
+    ids=str,
+)
+def test_a_refused_key_that_deepspeed_has_removed_says_so(source):
+    with pytest.raises(ValueError, match=r"DeepSpeed refuses this key since 0\.19\.8"):
+        translate(source)
+
+
+def test_one_bit_optimizers_are_refused_as_in_deepspeed():
+    with pytest.raises(ValueError, match="removed 1-bit optimizers"):
+        build_optimizer({"type": "OneBitAdam", "params": {"lr": 0.1}}, [])
+
+
 def test_groups_of_mics_are_sharding_groups_in_stage_3():
     assert translate(zero(stage=3, mics_shard_size=8)).config.sharding_group_size == 8
     assert translate(zero(stage=3, mics_shard_size=-1)).config.sharding_group_size is None

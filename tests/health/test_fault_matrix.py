@@ -10,11 +10,8 @@ The names of values select cells, too: `-k "SIGKILL and zero3"`, `-k "save and o
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from tests.support import fault_table
 from tests.support.fault_matrix import (
     AXES,
     SLOWDOWN,
@@ -126,16 +123,3 @@ def test_on_four_ranks_each_fault_and_each_place_is_covered():
     assert len(ON_FOUR) == 12
     assert {cell.fault for cell in ON_FOUR} == set(AXES["fault"])
     assert {cell.place for cell in ON_FOUR} == set(AXES["place"])
-
-
-def test_the_table_has_the_last_seconds_of_each_cell(tmp_path, capsys):
-    old = {"cell": "a", "fault": "SIGKILL", "place": "save", "seconds": 99.0, "killed": 2}
-    old |= {"verdict": "failed", "problems": ["still ran"], "world_size": 2}
-    new = old | {"seconds": 2.0, "killed": 0, "verdict": "passed", "problems": []}
-    other = new | {"cell": "b", "place": "step", "seconds": 4.0}
-    lines = tmp_path / "results.jsonl"
-    lines.write_text("\n".join(map(json.dumps, [old, new, other])))
-    fault_table.main([str(lines)])
-    printed = capsys.readouterr().out
-    assert "| SIGKILL | 2 | 2 | 0 | 2.0 | 3.0 | 4.0 |" in printed
-    assert "| save | 1 | 1 | 0 | 2.0 | 2.0 | 2.0 |" in printed

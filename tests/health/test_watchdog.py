@@ -282,6 +282,35 @@ def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
     assert "in dawdle" in text
 
 
+def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported():
+    text = run_ranks(2, _open_slowly, has_group=False)[0]
+    assert "rank 0: outside of the engine; waits for all ranks to open a.ckpt" in text, text
+
+
+def _open_slowly(rank, world_size):
+    import lightning_zero.strategy.strategy as checkpoints
+
+    trainer = make_trainer(settings(1))
+    trainer.fit(MLPModule(ranks=world_size))
+    trainer.save_checkpoint("a.ckpt")
+    trainer.strategy.barrier()
+    open_checkpoint = checkpoints.open_checkpoint
+
+    def open_late(*args, **options):
+        time.sleep(3)
+        return open_checkpoint(*args, **options)
+
+    if rank == 1:
+        checkpoints.open_checkpoint = open_late
+    with open("err", "w") as file:
+        if rank == 0:
+            os.dup2(file.fileno(), 2)
+    trainer = make_trainer(settings(1, wait_report_s=1.0), max_epochs=2)
+    trainer.fit(MLPModule(ranks=world_size), ckpt_path="a.ckpt")
+    with open("err") as file:
+        return file.read()
+
+
 def _take_branches(rank, world_size):
     engine, _ = _engine(3, wait_report_s=1.0)
     first, second = engine.module
@@ -536,12 +565,28 @@ def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
 
 
+def _make_a_group_alone(rank, world_size):
+    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    dist.barrier()
+    if rank == 1:
+        return None  # its process ends
+    failing = pytest.raises(PeerAbortedError)
+    with failing as caught, watchdog.waiting("a new group", is_engine_group=False):
+        dist.new_group()
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_made_with_a_dead_rank_is_an_error_and_not_the_end_of_the_process():
+    assert run_ranks(2, _make_a_group_alone)[0].startswith("rank 0 stops because rank 1 ")
+
+
 def _know(rank, world_size):
     if rank == 0:
         time.sleep(0.3)  # the others are first
     peers = Peers()
     peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
-    known = [peer.rank for peer in peers._peers]
+    known = [peer.rank for peer in peers._running]
     peers.close()
     return known
 
@@ -562,7 +607,7 @@ def _fail_without_the_store(rank, world_size):
     watchdog._store = _Gone()
     printed = io.StringIO()
     with contextlib.redirect_stderr(printed):
-        watchdog.explain(RuntimeError("gloo: Connection closed by peer"))
+        watchdog.explain(dist.DistNetworkError("Connection closed by peer"))
     watchdog.stop()
     return printed.getvalue()
 

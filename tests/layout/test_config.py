@@ -111,6 +111,26 @@ def test_an_unknown_backend_is_refused_with_the_known_ones(backend):
         build_strategy(process_group_backend=backend)
 
 
+def test_a_backend_that_torch_was_built_without_is_refused():
+    if dist.is_mpi_available():
+        pytest.skip("this torch was built with MPI")
+    with pytest.raises(ValueError, match=r"process_group_backend must be one of .*got 'mpi'"):
+        build_strategy(process_group_backend="mpi")
+
+
+def test_async_save_is_checked():
+    with pytest.raises(TypeError, match="async_save must be True or False, got 'x'"):
+        build_strategy(async_save="x", checkpoint="sharded")
+
+
+def test_a_missing_nvme_path_is_refused_when_the_trainer_is_made(tmp_path):
+    missing = tmp_path / "missing"
+    strategy = build_strategy(offload_optimizer={"device": "nvme", "nvme_path": missing})
+    with pytest.raises(ValueError, match=f"nvme_path must be an existing folder, got '{missing}'"):
+        make_trainer("auto", strategy=strategy)
+    assert not dist.is_initialized()
+
+
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "nccl", "cpu:gloo,cuda:nccl", None])
 def test_the_backends_of_torch_are_taken(backend):
     assert build_strategy(process_group_backend=backend).process_group_backend == backend

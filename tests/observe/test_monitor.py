@@ -28,7 +28,7 @@ from lightning_zero.observe.metrics import (
     peak_flops,
     recorded_kinds,
 )
-from lightning_zero.observe.monitor import MonitorConfig, Windows
+from lightning_zero.observe.windows import MonitorConfig, Windows
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind, Recording, Span
 
@@ -50,7 +50,7 @@ def metrics(stage, world_size=2, *, group_size=None, has_device_memory=False, **
 
 def traffic(stage, *args, **kwargs):
     keys = metrics(stage, *args, **kwargs)
-    return {key.split("/")[2].removesuffix("_exposed_s") for key in keys if "exposed" in key}
+    return {key.split("/")[1].removesuffix("_exposed_s") for key in keys if "exposed" in key}
 
 
 def test_the_keys_follow_from_the_plan():
@@ -61,21 +61,21 @@ def test_the_keys_follow_from_the_plan():
     assert traffic(3, offload_optimizer="cpu", offload_param="cpu") == traffic(3)
     on_device = traffic(3, offload_optimizer="cpu", offload_param="cpu", has_device_memory=True)
     assert on_device == traffic(3) | {"to_device", "to_cpu"}
-    assert "zero/prefetch/hits" in metrics(3)
-    assert "zero/prefetch/hits" not in metrics(2)
-    assert "zero/memory/cpu_optim_gib" not in metrics(2)
-    assert "zero/memory/cpu_optim_gib" in metrics(2, offload_optimizer="cpu")
+    assert "zero_prefetch/hits" in metrics(3)
+    assert "zero_prefetch/hits" not in metrics(2)
+    assert "zero_memory/cpu_optim_gib" not in metrics(2)
+    assert "zero_memory/cpu_optim_gib" in metrics(2, offload_optimizer="cpu")
 
 
 def test_files_have_keys_of_their_own(tmp_path):
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     keys = metrics(3, offload_optimizer=nvme)
-    assert {"zero/tier/nvme_read_gib_per_s", "zero/tier/nvme_write_hidden_s"} <= set(keys)
-    assert {"zero/nvme/written_total_gib", "zero/nvme/read_total_gib"} <= set(keys)
-    assert "zero/memory/buffers_gib" in keys
-    assert "zero/prefetch/read_hits" not in keys
-    assert "zero/prefetch/read_hits" in metrics(3, offload_optimizer=nvme, offload_param=nvme)
-    assert {"zero/memory/cpu_optim_gib", "zero/memory/nvme_optim_gib"} <= set(keys)
+    assert {"zero_tier/nvme_read_gib_per_s", "zero_tier/nvme_write_overlapped_s"} <= set(keys)
+    assert {"zero_nvme/written_total_gib", "zero_nvme/read_total_gib"} <= set(keys)
+    assert "zero_memory/buffers_gib" in keys
+    assert "zero_prefetch/read_hits" not in keys
+    assert "zero_prefetch/read_hits" in metrics(3, offload_optimizer=nvme, offload_param=nvme)
+    assert {"zero_memory/cpu_optim_gib", "zero_memory/nvme_optim_gib"} <= set(keys)
 
 
 def test_each_key_has_its_number_in_its_unit():
@@ -98,68 +98,68 @@ def test_each_key_has_its_number_in_its_unit():
     values = {key: metric(sample) for key, metric in metrics(3).items()}
     assert {key: value for key, value in values.items() if value} == pytest.approx(
         {
-            "zero/memory/device_param_gib": 1,
-            "zero/memory/device_grad_gib": 2,
-            "zero/memory/device_optim_gib": 3,
-            "zero/memory/allocated_gib": 4,
-            "zero/memory/peak_gib": 5,
-            "zero/time/step_s": 2.0,
-            "zero/time/forward_s": 0.5,
-            "zero/time/backward_s": 1.0,
-            "zero/time/optimizer_s": 0.25,
-            "zero/comm/all_gather_s": 1.0,
-            "zero/comm/all_gather_hidden_s": 0.75,
-            "zero/comm/all_gather_exposed_s": 0.25,
-            "zero/comm/all_gather_gib": 0.5,
-            "zero/comm/all_gather_gib_per_s": 0.5,
-            "zero/prefetch/hits": 5,
-            "zero/prefetch/misses": 1,
-            "zero/wait/total_s": 0.25,
-            "zero/wait/for_others_s": 0.25,
+            "zero_memory/device_param_gib": 1,
+            "zero_memory/device_grad_gib": 2,
+            "zero_memory/device_optim_gib": 3,
+            "zero_memory/allocated_gib": 4,
+            "zero_memory/peak_gib": 5,
+            "zero_time/step_s": 2.0,
+            "zero_time/forward_s": 0.5,
+            "zero_time/backward_s": 1.0,
+            "zero_time/optimizer_s": 0.25,
+            "zero_comm/all_gather_s": 1.0,
+            "zero_comm/all_gather_overlapped_s": 0.75,
+            "zero_comm/all_gather_exposed_s": 0.25,
+            "zero_comm/all_gather_gib": 0.5,
+            "zero_comm/all_gather_gib_per_s": 0.5,
+            "zero_prefetch/hits": 5,
+            "zero_prefetch/misses": 1,
+            "zero_wait/total_s": 0.25,
+            "zero_wait/for_others_s": 0.25,
         }
     )
 
 
 @pytest.mark.parametrize("has_spread", [False, True])
 def test_several_ranks_have_mean_and_max_or_also_min_and_max_rank(has_spread):
-    keys = ["zero/time/step_s", "zero/wait/for_others_s", "zero/comm/agree_exposed_s"]
+    keys = ["zero_time/step_s", "zero_wait/for_others_s", "zero_comm/agree_exposed_s"]
     everyone = [[1.0, 0.5, 0.4], [4.0, 0.1, 0.1], [1.0, 0.9, 0.7]]
     logged, means = aggregate_ranks(keys, everyone, has_spread=has_spread)
     spread = {
-        "zero/time/step_s/min": 1.0,
-        "zero/time/step_s/max_rank": 1,
-        "zero/wait/for_others_s/min": 0.1,
-        "zero/wait/for_others_s/max_rank": 2,
-        "zero/comm/agree_exposed_s/min": 0.1,
-        "zero/comm/agree_exposed_s/max_rank": 2,
+        "zero_time/step_s/min": 1.0,
+        "zero_time/step_s/max_rank": 1,
+        "zero_wait/for_others_s/min": 0.1,
+        "zero_wait/for_others_s/max_rank": 2,
+        "zero_comm/agree_exposed_s/min": 0.1,
+        "zero_comm/agree_exposed_s/max_rank": 2,
     }
     assert logged == pytest.approx(
         {
-            "zero/time/step_s/mean": 2.0,
-            "zero/time/step_s/max": 4.0,
-            "zero/wait/for_others_s/mean": 0.5,
-            "zero/wait/for_others_s/max": 0.9,
-            "zero/comm/agree_exposed_s/mean": 0.4,
-            "zero/comm/agree_exposed_s/max": 0.7,
-            "zero/straggler/rank": 1,
-            "zero/straggler/skew_s": 0.6,
+            "zero_time/step_s/mean": 2.0,
+            "zero_time/step_s/max": 4.0,
+            "zero_wait/for_others_s/mean": 0.5,
+            "zero_wait/for_others_s/max": 0.9,
+            "zero_comm/agree_exposed_s/mean": 0.4,
+            "zero_comm/agree_exposed_s/max": 0.7,
+            "zero_straggler/rank": 1,
+            "zero_straggler/skew_s": 0.6,
             **(spread if has_spread else {}),
         }
     )
     assert means == pytest.approx(
         {
-            "zero/time/step_s": 2.0,
-            "zero/wait/for_others_s": 0.5,
-            "zero/comm/agree_exposed_s": 0.1,  # more is skew
-            "zero/straggler/rank": 1,
-            "zero/straggler/skew_s": 0.6,
+            "zero_time/step_s": 2.0,
+            "zero_wait/for_others_s": 0.5,
+            "zero_comm/agree_exposed_s": 0.1,  # more is skew
+            "zero_straggler/rank": 1,
+            "zero_straggler/skew_s": 0.6,
         }
     )
 
 
 def test_one_rank_has_plain_keys():
-    logged, means = aggregate_ranks(["zero/wait/total_s"], [[0.5]], has_spread=True)
-    assert logged == means == {"zero/wait/total_s": 0.5}
+    logged, means = aggregate_ranks(["zero_wait/total_s"], [[0.5]], has_spread=True)
+    assert logged == means == {"zero_wait/total_s": 0.5}
 
 
 # ---------------------------------------------------------------- when

@@ -97,12 +97,12 @@ def rows(name):
         return []
     with path.open(newline="") as file:
         found = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-    return [row for row in found if any(key.startswith("zero/") for key in row)]
+    return [row for row in found if any(key.startswith("zero_") for key in row)]
 
 
 def every_stage(stage):
     module = SlowModule(ranks=RANKS, num_batches=4)
-    monitor = ZeroMonitor(every_n_steps=1, spread=True)
+    monitor = ZeroMonitor(every_n_steps=1, detail=True, spread=True)
     return watch(f"stage{stage}", settings(stage), module, monitor)
 
 
@@ -110,12 +110,14 @@ def accumulating():
     """Six batches, two of which make a step, with an evaluation after the third."""
     module = SlowModule(ranks=RANKS, num_batches=6)
     options = {"accumulate_grad_batches": 2, "val_check_interval": 3, "limit_val_batches": 1}
-    return watch("accumulating", settings(2), module, ZeroMonitor(every_n_steps=1), **options)
+    return watch(
+        "accumulating", settings(2), module, ZeroMonitor(every_n_steps=1, detail=True), **options
+    )
 
 
 def failing():
     """A fit that fails on all ranks, and another with the same callback."""
-    monitor, module = ZeroMonitor(every_n_steps=1), FailingModule(ranks=RANKS)
+    monitor, module = ZeroMonitor(every_n_steps=1, detail=True), FailingModule(ranks=RANKS)
     with pytest.raises(ArithmeticError):
         watch("failed", settings(3), module, monitor)
     return {**watch("again", settings(3), module, monitor), "before": rows("failed")}
@@ -123,7 +125,7 @@ def failing():
 
 def tracing():
     """Manual optimization with two optimizers, without a logger; two steps in each batch."""
-    monitor = ZeroMonitor(every_n_steps=0, trace_steps=[3, 50])
+    monitor = ZeroMonitor(every_n_steps=0, detail=True, trace_steps=[3, 50])
     return watch("traced", settings(2), GANModule(ranks=RANKS), monitor, logger=False)
 
 
@@ -134,19 +136,21 @@ def stepping_beside():
     spec = settings(2, offload_optimizer=nvme, overlap_step=True)
     saving = ModelCheckpoint("kept", every_n_train_steps=3, save_top_k=-1)
     options = {"enable_checkpointing": True, "extra": [saving], "max_epochs": 2}
-    return watch("beside", spec, GPTModule(ranks=RANKS), ZeroMonitor(every_n_steps=1), **options)
+    return watch(
+        "beside", spec, GPTModule(ranks=RANKS), ZeroMonitor(every_n_steps=1, detail=True), **options
+    )
 
 
 def as_the_trainer_logs():
     module = MLPModule(ranks=RANKS, num_batches=7)
-    monitor = ZeroMonitor(report=False, grad_norms=False)
+    monitor = ZeroMonitor(report=False, detail=True, grad_norms=False)
     options = {"log_every_n_steps": 3, "limit_train_batches": 6}
     return watch("seldom", settings(1, overlap_step=True), module, monitor, **options)
 
 
 def unwritable():
     """An invalid file name: neither the recording nor the report can be written."""
-    monitor = ZeroMonitor(every_n_steps=0, trace_steps=[1], dirpath="a\0b")
+    monitor = ZeroMonitor(every_n_steps=0, detail=True, trace_steps=[1], dirpath="a\0b")
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         case = watch("unwritable", settings(3), MLPModule(ranks=RANKS), monitor)
@@ -189,11 +193,11 @@ def test_a_late_rank_is_the_straggler_and_every_step_has_the_same_keys(watched, 
     assert [row["step"] for row in steps] == [0, 1, 2, 3]
     assert len({tuple(sorted(row)) for row in steps}) == 1
     for row in steps[1:]:
-        assert row["zero/straggler/rank"] == 1
-        assert 0.02 <= row["zero/straggler/skew_s"] <= 0.5
-        assert row["zero/time/step_s/min"] >= SLEEP_S
-        assert row["zero/time/forward_s/max_rank"] in (0, 1)
-        assert 0 < row["zero/time/optimizer_s/mean"] < row["zero/time/step_s/mean"]
+        assert row["zero_straggler/rank"] == 1
+        assert 0.02 <= row["zero_straggler/skew_s"] <= 0.5
+        assert row["zero_time/step_s/min"] >= SLEEP_S
+        assert row["zero_time/forward_s/max_rank"] in (0, 1)
+        assert 0 < row["zero_time/optimizer_s/mean"] < row["zero_time/step_s/mean"]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -202,7 +206,7 @@ def test_every_step_has_the_speed_of_all_ranks_since_the_one_before(watched, sta
     of_token = flops_per_token(module)
     assert of_token > 6 * 3 * 12 * 32**2  # blocks and output layer, without embedding
     for row in watched[f"stage {stage}"]["rows"]:
-        samples, tokens, tflops = (row[f"zero/throughput/{name}"] for name in SPEEDS)
+        samples, tokens, tflops = (row[f"zero_throughput/{name}"] for name in SPEEDS)
         assert tokens == pytest.approx(9 * samples)
         assert tflops * 1e12 * RANKS == pytest.approx(of_token * tokens)
 
@@ -212,16 +216,16 @@ def test_bytes_and_norms_of_a_step_are_those_of_the_stage(watched, stage):
     case = watched[f"stage {stage}"]
     last, half = case["rows"][-1], case["numel"] * 4 / RANKS / GIB
     if stage == 0:
-        assert last["zero/comm/all_reduce_gib/mean"] == pytest.approx(2 * half)
+        assert last["zero_comm/all_reduce_gib/mean"] == pytest.approx(2 * half)
     else:
-        assert last["zero/comm/reduce_scatter_gib/mean"] == pytest.approx(half)
-        gathered = last["zero/comm/all_gather_gib/min"]
+        assert last["zero_comm/reduce_scatter_gib/mean"] == pytest.approx(half)
+        gathered = last["zero_comm/all_gather_gib/min"]
         assert gathered == pytest.approx(half) if stage < 3 else half < gathered < 2 * half
     states = ("param", "grad", "optim")
     for name, (state, nbytes) in zip(states, case["optimizer_bytes"].items(), strict=True):
-        assert last[f"zero/memory/device_{name}_gib/max"] == pytest.approx(nbytes / GIB), state
-    norms = {key: value for key, value in last.items() if key.startswith("zero/grad_norm/")}
-    total = norms.pop("zero/grad_norm/total")
+        assert last[f"zero_memory/device_{name}_gib/max"] == pytest.approx(nbytes / GIB), state
+    norms = {key: value for key, value in last.items() if key.startswith("zero_grad_norm/")}
+    total = norms.pop("zero_grad_norm/total")
     assert total > 0
     assert sum(norm**2 for norm in norms.values()) == pytest.approx(total**2)
 
@@ -244,19 +248,19 @@ def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):
     assert [row["step"] for row in steps] == [0, 2]  # the third batch was of step 1
     assert not any(key.endswith(("/min", "/max_rank")) for key in steps[0])
     for row in steps:
-        assert 2 * SLEEP_S <= row["zero/time/step_s/max"] < VALIDATION_S
+        assert 2 * SLEEP_S <= row["zero_time/step_s/max"] < VALIDATION_S
 
 
 def test_what_is_written_beside_the_next_forward_is_in_one_window_or_the_next(watched):
     steps = watched["beside"]["rows"]
     assert [row["step"] for row in steps] == list(range(8))
     assert not any("grad_norm" in key for key in steps[0])  # all gradients are on NVMe
-    logged_gib = sum(row["zero/tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
+    logged_gib = sum(row["zero_tier/nvme_write_gib/mean"] for row in steps) * GIB * RANKS
     written = sum(rank["beside"]["written_bytes"] for rank in _watched())
     assert logged_gib == pytest.approx(written)
-    assert any(row["zero/time/optimizer_exposed_s/mean"] > 0 for row in steps)
+    assert any(row["zero_time/optimizer_exposed_s/mean"] > 0 for row in steps)
     assert " optimizer " in watched["beside"]["printed"].replace("\n", " ")
-    gathered = [row["zero/comm/all_gather_gib/mean"] for row in steps]
+    gathered = [row["zero_comm/all_gather_gib/mean"] for row in steps]
     assert sum(gathered) == pytest.approx(8 * watched["beside"]["numel"] * 4 / RANKS / GIB)
 
 
@@ -303,14 +307,14 @@ def test_the_trainer_sets_the_interval_and_the_report_can_be_disabled(watched):
 def _alone(rank, world_size):
     module = MLPModule(num_batches=3)
     spec = settings(2, offload_optimizer="cpu")
-    return watch("alone", spec, module, ZeroMonitor(every_n_steps=1, dirpath="other"))
+    return watch("alone", spec, module, ZeroMonitor(every_n_steps=1, detail=True, dirpath="other"))
 
 
 def test_one_rank_has_plain_keys_and_its_own_directory():
     (case,) = run_ranks(1, _alone, has_group=False)
     last = case["rows"][-1]
-    assert last["zero/memory/cpu_optim_gib"] > 0
-    assert last["zero/time/step_s"] > 0
+    assert last["zero_memory/cpu_optim_gib"] > 0
+    assert last["zero_time/step_s"] > 0
     assert not any("/max" in key or "straggler" in key or "comm" in key for key in last)
     assert "other/zero/report.json" in case["printed"]
 
@@ -324,7 +328,7 @@ class LeavingCallback(Callback):
 
 
 def _leave(rank, world_size):
-    callbacks = [LeavingCallback(), ZeroMonitor(every_n_steps=1)]
+    callbacks = [LeavingCallback(), ZeroMonitor(every_n_steps=1, detail=True)]
     trainer = make_trainer(settings(2), callbacks=callbacks)
     trainer.fit(MLPModule(ranks=world_size))
 
@@ -349,3 +353,26 @@ def test_another_strategy_and_a_second_monitor_are_refused_before_training():
         run_ranks(1, _with, "auto", [ZeroMonitor()], has_group=False)
     with pytest.raises(RankError, match="expected one ZeroMonitor, got several"):
         run_ranks(1, _with, "zero2", [ZeroMonitor(), ZeroMonitor(report=False)], has_group=False)
+
+
+def _keys(rank, world_size, arguments):
+    monitor, csv = ZeroMonitor(every_n_steps=1, report=False, **arguments), CSVLogger("run")
+    make_trainer("zero3", callbacks=[monitor], logger=csv).fit(MLPModule(ranks=world_size))
+    return sorted(csv.experiment.metrics_keys) if rank == 0 else None
+
+
+def test_eight_metrics_are_logged_by_default_and_all_on_demand():
+    keys, _ = run_ranks(2, _keys, {}, has_group=False)
+    assert [key for key in keys if key.startswith("zero_")] == [
+        "zero_grad_norm/total",
+        "zero_memory/peak_gib/max",
+        "zero_straggler/rank",
+        "zero_straggler/skew_s",
+        "zero_throughput/samples_per_s",
+        "zero_time/step_s/max",
+        "zero_wait/total_s/mean",
+    ]
+    more, _ = run_ranks(2, _keys, {"detail": True}, has_group=False)
+    assert len(more) > 40
+    with pytest.raises(ValueError, match="spread needs detail=True"):
+        ZeroMonitor(spread=True)

@@ -107,7 +107,7 @@ def test_kinds_with_waits_alone_have_no_colour_in_the_legend():
     )
     assert list(timeline.legend_entries([Recording(0, 1, 0, 1.0, spans)])) == [
         (Kind.FORWARD, "forward: 1000.0 ms (100%)"),
-        (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) hidden, 0.0 ms (0%) exposed"),
+        (Kind.ALL_GATHER, "all_gather: 300.0 ms (30%) overlapped, 0.0 ms (0%) exposed"),
         (None, "agree: 100.0 ms (10%) exposed"),
         (None, "compute waits: 100.0 ms (10%) in total"),
     ]

@@ -31,6 +31,7 @@ def report(**changes):
         "step_s": 0.1,
         "waited_s": 0.005,
         "skew_s": 0.002,
+        "straggler": (1, 2),
         "transfers": transfers,
         "is_on_cpu": False,
     }
@@ -46,8 +47,15 @@ def test_the_report_has_throughput_and_overlapped_communication():
     assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
     assert "agree 0.00 0.0% 1.00 1.0%" in rows
     assert "total 5.00 5.0%" in rows
-    assert "skew: the other ranks waited 2.00 ms (2.0%) for the last rank" in rows
-    assert len([row for row in rows if re.match(r"rank \d ", row)]) == 2
+    assert "rank 1 is the straggler in 2 of 3 steps: the others waited 2.00 ms (2.0%)" in rows
+    assert len([row for row in rows if re.match(r"rank \d \d", row)]) == 2
+
+
+def test_no_rank_is_a_straggler_where_ranks_hardly_wait():
+    text = report(skew_s=0.001).text()
+    assert "no straggler: ranks waited 1.00 ms (1.0%) for the last one" in text
+    always = report(straggler=(0, 3), skew_s=0.05).text()
+    assert "rank 0 is the straggler: the others waited 50.00 ms (50.0%)" in always
 
 
 def test_rates_of_collectives_on_cpu_are_lower_bounds():

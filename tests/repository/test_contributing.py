@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-import shlex
 from pathlib import Path
-
-from tests.tools import seed_faults
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
@@ -20,11 +17,6 @@ def test_the_example_passes(tmp_path, monkeypatch):
     module.test_all_ranks_have_the_same_weights_after_a_step(3)
 
 
-def test_files_and_commands_that_are_named_exist(capsys):
+def test_files_that_are_named_exist():
     for name in re.findall(r"tests/[\w/]+(?:\.py|/)", TEXT):
         assert (Path(__file__).parents[2] / name).exists(), name
-    (command,) = (line for line in TEXT.splitlines() if "seed_faults run" in line)
-    words = shlex.split(command)
-    options = words[words.index("--num") : words.index("--")]
-    assert seed_faults.main(["list", *options]) == 0
-    assert "lightning_zero/core/norm.py:" in capsys.readouterr().out

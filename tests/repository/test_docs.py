@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import inspect
 import re
@@ -126,3 +127,18 @@ def test_every_dated_page_is_in_the_index_of_benchmarks():
     there = {path.name for path in (ROOT / "tests" / "benchmarks").glob("*.md")}
     documented = re.findall(r"\(\.\./tests/benchmarks/([\w.-]+\.md)\)", PAGES["docs/benchmarks.md"])
     assert sorted(documented) == sorted(there)
+
+
+def test_every_message_of_the_page_of_errors_is_one_of_the_package():
+    source = "".join(
+        node.value
+        for path in sorted((ROOT / "lightning_zero").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    rows = re.findall(r"^\| (`.+?) \|", PAGES["docs/guides/errors.md"], flags=re.MULTILINE)
+    of_package = [row for row in rows if not re.search(r"\((Hydra|Lightning|torch)\)$", row)]
+    assert len(of_package) > 20
+    for message in re.findall(r"`([^`]+)`", " ".join(of_package)):
+        for part in message.split("..."):
+            assert part in source, message

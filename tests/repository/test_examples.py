@@ -73,6 +73,7 @@ def check_result(run_dir, printed):
     assert printed.count("a continuation of 'class '") == 1  # rank 0 alone prints
     (checkpoint,) = (run_dir / "checkpoints").glob("step_*.ckpt")
     assert f"checkpoint: {checkpoint}\n" in printed
+    assert printed.count(f"results: {run_dir}\n") == 1
     assert (run_dir / "checkpoints" / "last.ckpt").is_file()
     model = ByteLanguageModel.load_from_checkpoint(checkpoint, map_location="cpu")
     assert len(model.continuation(b"def ", num_bytes=5)) == 5
@@ -105,7 +106,9 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
         assert (tmp_path / "zero" / name).is_file()
     assert f"{tmp_path}/zero/trace_step_2.png" in printed
     assert "exposed: compute waited" in printed
-    assert [line.split()[:2] for line in printed.splitlines() if line.startswith("rank ")] == [
+    assert [
+        line.split()[:2] for line in printed.splitlines() if re.match(r"rank \d +\d", line)
+    ] == [
         ["rank", "0"],
         ["rank", "1"],
     ]
@@ -388,6 +391,13 @@ def test_a_vision_transformer_learns_shapes():
     small = ["--size", 16, "--width", 64, "--depth", 2, "--pictures", 1024, "--epochs", 2]
     printed, _ = run_script("vit.py", *small)
     assert float(re.search(r"accuracy: ([\d.]+)%", printed)[1]) > 45  # 33 by chance
+
+
+@pytest.mark.slow
+def test_a_checkpoint_is_resumed_with_other_settings_and_exported(tmp_path):
+    printed, _ = run_script("checkpoints.py", tmp_path)
+    assert "epochs: 2, resumed to 4" in printed
+    assert f"weights of 8 tensors: {tmp_path / 'weights.safetensors'}" in printed
 
 
 def test_ranks_run_different_experts():

@@ -8,7 +8,13 @@ from pathlib import Path
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lightning_zero"
-FACE = {"__init__", "_api", "_version", "activations", "callbacks"}  # what users import by path
+FACE = {
+    "__init__",
+    "_registration",
+    "_version",
+    "activations",
+    "callbacks",
+}  # what users import by path
 PACKAGES = [
     "record",
     "layout",
@@ -148,11 +154,7 @@ def test_neither_hydra_nor_wandb_is_imported_before_it_is_used():
 
 
 def test_only_comm_calls_collectives():
-    may = {
-        "comm",
-        "health",
-        "cli",
-    }  # `health` knows WORLD; `cli` starts ranks of its own to measure links
+    may = {"comm", "health", "cli"}  # `cli` starts ranks of its own to measure links
 
     def known(module, package):
         found = {name for name in imported(module) if name.startswith("torch.distributed")}
@@ -163,6 +165,20 @@ def test_only_comm_calls_collectives():
     assert_none(
         (module, known(module, package)) for module, package in packages() if package not in may
     )
+
+
+def test_health_calls_no_collective():
+    """It knows process groups and their store, and ends their waits."""
+    names = {"all_gather", "all_reduce", "barrier", "broadcast", "gather", "new_group", "reduce"}
+    names |= {f"{name}_{kind}" for name in names for kind in ("object", "object_list")}
+
+    def called(module):
+        return {
+            n.attr for n in ast.walk(syntax_of(module))
+            if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "dist"
+        } & names  # fmt: skip
+
+    assert_none((module, called(module)) for module, package in packages() if package == "health")
 
 
 def test_streams_and_events_are_made_in_one_module():
@@ -213,11 +229,6 @@ strategy.strategy self._checkpoint_io.checkpoint_io
 tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning
 SET_FROM_OUTSIDE = """
-activations known.num_uses
-checkpoint.dcp_metadata record.state
-checkpoint.dcp_writer plan_cache.entries
-checkpoint.dcp_writer self.plan_cache.metadata
-cli.io_bench store.block_bytes
 core.hooks call.awaited
 core.hooks call.input_keys
 core.hooks unit.module
@@ -240,19 +251,11 @@ core.schedule unit.num_awaited
 core.schedule unit.stays_unsharded
 core.shards self.param_shard.tensor
 core.unit unit.num_awaited
-health.peers key.data.exit_status
-health.peers peer.descriptor
-health.peers peer.exited_at
-health.watchdog self._reports.describe
 optim.clone part.state
 optim.flow known.is_written
 optim.flow self._flow.untraceable
 optim.state_view view.raw
 optim.step self._view.raw
-record.recorder span.start
-tensors.full_view view._source
-tiers.grad_offload pending.transfer
-tiers.pipeline slot.job
 """  # ours: this list only ever gets shorter
 
 

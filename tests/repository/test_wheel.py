@@ -144,7 +144,7 @@ def test_the_groups_of_the_wheel_serve_another_application(installed):
     assert "ZeroConfig(stage=3" in printed
     code, printed = run(installed, "my_trainer.strategy.stag=1")
     assert code == 1
-    assert "Key 'stag' not in 'ZeroStrategySettings (--cfg job shows all)'" in printed
+    assert "Key 'stag' not in 'ZeroStrategySettings (--cfg job shows all;" in printed
 
 
 @pytest.mark.slow
@@ -171,7 +171,15 @@ def test_the_wheel_has_no_file_that_needs_the_examples(installed):
     for path in shipped:
         assert not re.search(rf"_target_: ({'|'.join(names)})\\.", (conf / path).read_text()), path
     left = {path.split("/")[0] for path in here - shipped}
-    assert left == {"config.yaml", "eval.yaml", "data", "experiment", "hparams_search", "model"}
+    assert left == {
+        "config.yaml",
+        "eval.yaml",
+        "data",
+        "experiment",
+        "hparams_search",
+        "model",
+        "optimizer",
+    }
 
 
 @pytest.mark.slow

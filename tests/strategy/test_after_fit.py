@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
-from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy, load_from_checkpoint
 from lightning_zero.engine import optimizers as attached
 from lightning_zero.strategy import engine_strategy as after_fit
 from tests.support.fitting import arrays, make_trainer, run_once, settings
@@ -65,7 +65,7 @@ def _auto(rank, world_size):
     assert dict(module.named_parameters())["gpt.head.weight"] is weight
     after_fit.available_memory_bytes = lambda: 2**40
     (metrics,) = trainer.validate(module, ckpt_path=SAVED, verbose=False)
-    loaded = GPTModule.load_from_checkpoint(SAVED, ranks=world_size)
+    loaded = load_from_checkpoint(GPTModule, SAVED, ranks=world_size)
     return warned, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
 
 

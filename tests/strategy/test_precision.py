@@ -215,16 +215,20 @@ def _texts_of_a_plain_call(rank, world_size):
     engine.close()
 
 
-def test_a_setting_without_effect_warns():
-    spec = settings(3, keep_float32="net.0")
-    assert run_ranks(1, _warnings_of_a_fit, spec, has_group=False)[0] == 1
+@pytest.mark.parametrize(
+    ("stage", "option"), [(3, {"keep_float32": "net.0"}), (0, {"assume_elementwise": True})]
+)
+def test_a_setting_without_effect_warns(stage, option):
+    (name,) = option
+    spec = settings(stage, **option)
+    assert run_ranks(1, _warnings_of_a_fit, spec, name, has_group=False)[0] == 1
 
 
-def _warnings_of_a_fit(rank, world_size, spec):
+def _warnings_of_a_fit(rank, world_size, spec, name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(rank, world_size, spec, partial(MLPModule, num_batches=1))
-    return sum("keep_float32 has no effect" in str(w.message) for w in caught)
+    return sum(f"{name} has no effect" in str(w.message) for w in caught)
 
 
 class SmallStepModule(Recorder):

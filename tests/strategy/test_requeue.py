@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DistributedSampler
 
 from examples.stdlib_text import ResumableLoader
@@ -224,6 +225,14 @@ def test_a_file_that_another_node_has_written_is_waited_for(tmp_path):
     assert path.exists()
     timer.join()
     _wait_until_seen(tmp_path / "never", 0.1)
+
+
+def test_the_exit_after_a_save_needs_no_argument_of_lightning(monkeypatch):
+    def init(self):  # as in Lightning 2.7
+        SystemExit.__init__(self)
+
+    monkeypatch.setattr(SIGTERMException, "__init__", init, raising=False)
+    assert RequeuedExit().code == 143
 
 
 def _second_fit(rank, world_size):

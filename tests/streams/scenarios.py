@@ -72,12 +72,14 @@ _WAYS: dict[str, dict[str, Any]] = {
     "activations": {"options": ("activations",)},
     "no overlap": {"config": {"overlap_comm": False}},
     "failures": {"options": ("failures",)},
+    "two groups": {"config": {"separate_reduce_scatter_group": True}},
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
 }
 _EQUAL_IN_ALL_PRECISIONS = (
     "no overlap",
     "failures",
+    "two groups",
     "one rank",
     "no group",
     "tensor rate",
@@ -101,6 +103,7 @@ _CHOSEN = """
 2, cpu optimizer, bf16, overlap
 3, device, fp32, overlap
 3, device, fp16, activations
+3, device, fp32, two groups
 3, device, bf16, muon
 3, cpu optimizer, fp16, clip
 3, cpu optimizer, fp32, tensor rate at once

@@ -3,8 +3,6 @@
 A cell is one job with one fault on one rank. `cover` chooses cells that cover each pair of values,
 `run_cell` runs a cell with `scripts/fault.py`, and `problems_of` checks the result.
 
-    LIGHTNING_ZERO_FAULT_RESULTS=FILE    each cell appends a line of JSON to FILE, from which
-                                         `python -m tests.support.fault_table FILE` makes tables
     LIGHTNING_ZERO_TEST_SLOWDOWN=2.5     factor for all time limits, on a busy machine
 """
 
@@ -216,15 +214,11 @@ def run_cell(cell: Cell, server: FaultServer, folder: Path) -> Report:
     )
     ending = server.run(spec)
     batches = [folder / f"batches-{rank}" for rank in range(cell.world_size)]
-    report = Report(
+    return Report(
         ending,
         (folder / "output").read_text(errors="replace"),
         tuple(tuple(f.read_text().split()) if f.exists() else () for f in batches),
     )
-    if path := os.environ.get("LIGHTNING_ZERO_FAULT_RESULTS"):
-        with open(path, "a") as file:
-            file.write(json.dumps(_line(cell, report)) + "\n")
-    return report
 
 
 def _command(cell: Cell, folder: Path) -> list[str]:
@@ -234,20 +228,6 @@ def _command(cell: Cell, folder: Path) -> list[str]:
         return script
     port = ["--master-port", str(free_port())]
     return ["torchrun", "--nproc-per-node", str(cell.world_size), *port, *script]
-
-
-def _line(cell: Cell, report: Report) -> dict[str, Any]:
-    problems = problems_of(cell, report)
-    return {
-        "cell": str(cell),
-        **asdict(cell),
-        "seconds": report.ending.seconds,
-        "first_seconds": report.ending.first_seconds,
-        "status": report.ending.status,
-        "killed": len(report.ending.left),
-        "verdict": "failed" if problems else "passed",
-        "problems": problems,
-    }
 
 
 # -------------------------------------------------------------------- what must hold

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from tests.support.models import Recorder
 
-__all__ = ["MODELS", "MORE_MODELS", "HuggingFaceModule", "llama"]
+__all__ = ["MODELS", "MORE_MODELS", "HuggingFaceModule", "gpt2", "llama"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is imported
 VOCABULARY = 61

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_zero import Engine, ZeroConfig
+from lightning_zero import Engine, ZeroConfig, load_from_checkpoint
 from lightning_zero.tensors.guarded import GuardedParameter
 from tests.support.fitting import make_trainer
 from tests.support.ranks import run_ranks
@@ -178,7 +178,7 @@ def _save(rank, world_size, strategy, options):
     trainer.save_checkpoint("after.ckpt")
     trainer.strategy.barrier()
     for path in (callback.best_model_path, "after.ckpt"):
-        loaded = Template.load_from_checkpoint(path, weights_only=False, map_location="cpu")
+        loaded = load_from_checkpoint(Template, path, weights_only=False, map_location="cpu")
         for name, parameter in module.named_parameters():
             assert torch.equal(loaded.get_parameter(name), parameter), (path, name)
         hparams = torch.load(os.path.join(path, "meta.pt") if os.path.isdir(path) else path,

@@ -192,10 +192,10 @@ def test_a_disk_that_fails_to_write_breaks_the_bytes_until_they_are_written(moun
     store.close()
 
 
-def test_a_short_write_goes_on_and_its_error_counts(store, filled):
+def test_a_short_write_goes_on_and_its_error_counts(tmp_path, filled):
     """The kernel writes up to the limit, then refuses: a short write and an error, both real."""
+    store = NvmeStore(tmp_path, rank=0, block_bytes=16 * PAGE)
     file = store.create("state", 64 * PAGE)
-    store.block_bytes = 16 * PAGE
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (24 * PAGE, limits[1]))
     try:
@@ -207,6 +207,7 @@ def test_a_short_write_goes_on_and_its_error_counts(store, filled):
     back = filled(64 * PAGE)
     file.read(0, back).wait()
     assert (back == 3).all()
+    store.close()
 
 
 @pytest.mark.slow

@@ -1,0 +1,99 @@
+"""Names of the strategies, and their registration in Lightning's `StrategyRegistry`.
+
+[Note: Light import] Lightning takes seconds to import, and neither the command `lightning-zero` nor
+a training loop with an `Engine` needs it. So the names are registered at once only if Lightning's
+registry is imported already; otherwise right after it is imported. For this, a finder on
+`sys.meta_path`, Python's hook for imports, waits for that one module. It then removes itself, and
+changes nothing else. What is registered is a function that imports `ZeroStrategy` when a Trainer
+asks for it.
+
+Alternatives considered: importing Lightning here is simpler, but every command and every loop would
+wait for it. Lightning has no entry point for strategies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+__all__ = ["register", "register_when_imported"]
+
+_REGISTRY_MODULE = "lightning.pytorch.strategies"
+# Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "zero1": {"stage": 1},
+    "zero2": {"stage": 2},
+    "zero3": {"stage": 3},
+    "zero1_offload": {"stage": 1, "offload_optimizer": "cpu"},
+    "zero2_offload": {"stage": 2, "offload_optimizer": "cpu"},
+    "zero3_offload": {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "zero3_offload_nvme": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+}
+
+
+def make_strategy(**settings: Any) -> Any:
+    """Returns a `ZeroStrategy`, which is imported only now."""
+    return importlib.import_module("lightning_zero.strategy.strategy").ZeroStrategy(**settings)
+
+
+def register(registry: Any) -> None:
+    """Registers all names in a `StrategyRegistry` of Lightning. Idempotent."""
+    for name, settings in _SETTINGS.items():
+        for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
+            description = f"ZeRO {settings}, processes started by {start_method}"
+            registry.register(
+                name + suffix,
+                make_strategy,
+                description,
+                override=True,
+                start_method=start_method,
+                **settings,
+            )
+
+
+def register_when_imported() -> None:
+    """Registers all names now, or once Lightning is imported. See [Note: Light import]."""
+    if _REGISTRY_MODULE in sys.modules:
+        register(importlib.import_module(_REGISTRY_MODULE).StrategyRegistry)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(MetaPathFinder):
+    """Finds Lightning's registry as the other finders do, and adds the registration."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _REGISTRY_MODULE:
+            return None
+        for finder in [finder for finder in sys.meta_path if finder is not self]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Loads the module as `loader` does, and then registers the names."""
+
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        register(module.StrategyRegistry)
+        if self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)

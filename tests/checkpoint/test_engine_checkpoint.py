@@ -1,0 +1,161 @@
+"""Checkpoints of an engine in a loop written by hand, without Lightning."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader
+
+from lightning_zero import full_state_dict, load_checkpoint, save_checkpoint
+from tests.engine.test_engine_loop import LossModule, assert_same_state, batch, build, engine_for
+from tests.support.cells import slow_but
+from tests.support.fitting import arrays, make_trainer
+from tests.support.ranks import run_ranks
+
+
+def _train(engine, module, optimizer, rank, steps):
+    losses = []
+    for step in steps:
+        loss = module(batch(rank, step))
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+        engine.zero_grad()
+    return losses
+
+
+def _save(rank, world_size, stage, is_sharded, path, precision=None):
+    module, optimizer = build()
+    module.to(precision)
+    engine = engine_for(module, [optimizer], stage)
+    _train(engine, module, optimizer, rank, range(2))
+    save_checkpoint(engine, path, {"step": 2, "rng": torch.arange(3)}, is_sharded=is_sharded)
+    losses = _train(engine, module, optimizer, rank, range(2, 4))
+    engine.close()
+    return losses, arrays(module.state_dict())
+
+
+def _resume(rank, world_size, stage, path, precision=None):
+    module, optimizer = build()
+    module.to(precision)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    engine = engine_for(module, [optimizer], stage)
+    rest = load_checkpoint(engine, path)
+    assert rest["step"] == 2
+    assert torch.equal(rest["rng"], torch.arange(3))
+    assert "state_dict" not in rest
+    assert "optimizer_states" not in rest
+    losses = _train(engine, module, optimizer, rank, range(2, 4))
+    engine.close()
+    return losses, arrays(module.state_dict())
+
+
+def assert_equal(ours, expected):
+    for (losses, state), (other_losses, other_state) in zip(ours, expected, strict=True):
+        assert losses == other_losses
+        assert list(state) == list(other_state)
+        for name, value in state.items():
+            np.testing.assert_array_equal(value, other_state[name], err_msg=name)
+
+
+CASES = [
+    (saved, resumed, is_sharded)
+    for saved in (1, 3)
+    for resumed in (1, 3)
+    for is_sharded in (True, False)
+]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "is_sharded"), slow_but({(3, 3, True), (1, 3, False)}, CASES)
+)
+def test_a_resumed_loop_is_bit_equal(saved, resumed, is_sharded, tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    expected = run_ranks(2, _save, saved, is_sharded, path)
+    assert os.path.isdir(path) == is_sharded
+    assert_equal(run_ranks(2, _resume, resumed, path), expected)
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_float32_main_parameters_of_a_16_bit_module_are_kept(is_sharded, tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    expected = run_ranks(2, _save, 3, is_sharded, path, torch.bfloat16)
+    assert_equal(run_ranks(2, _resume, 2, path, torch.bfloat16), expected)
+
+
+class OfTrainer(LightningModule):
+    """The loop's module in a Trainer, with the loop's batches."""
+
+    def __init__(self):
+        super().__init__()
+        module, self.optimizer = build()
+        self.gpt = module.gpt
+        self.losses = []
+
+    def training_step(self, one, index):
+        loss = LossModule.forward(self, batch(self.global_rank, index + 2))
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-5)
+
+    def train_dataloader(self):
+        return DataLoader(torch.zeros(4, 1))
+
+
+def _resume_in_trainer(rank, world_size, stage, path):
+    module = OfTrainer()
+    trainer = make_trainer({"stage": stage}, devices=world_size, max_epochs=1)
+    trainer.fit(module, ckpt_path=path)
+    return module.losses, arrays(module.state_dict())
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_trainer_resumes_from_the_checkpoint_of_an_engine(is_sharded, tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    expected = run_ranks(2, _save, 3, is_sharded, path)
+    ours = run_ranks(2, _resume_in_trainer, 2, path, has_group=False)
+    for (losses, state), (other_losses, other_state) in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(losses, other_losses, rtol=1e-6)
+        assert_same_state(state, other_state)
+
+
+def _load_what_does_not_fit(rank, world_size, path):
+    module, optimizer = build()
+    engine = engine_for(module, [], 3)
+    before = arrays(full_state_dict(engine, is_on_all_ranks=True))
+    with pytest.raises(ValueError, match="expected the states of 0 optimizers, got 1"):
+        load_checkpoint(engine, path)
+    after = full_state_dict(engine, is_on_all_ranks=True)
+    for name, value in before.items():
+        np.testing.assert_array_equal(after[name], value)
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(engine, path + ".missing")
+    with pytest.raises(ValueError, match="'state_dict'"):
+        save_checkpoint(engine, path, {"state_dict": 1})
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
+    path = str(tmp_path / "one.ckpt")
+    run_ranks(2, _save, 3, True, path)
+    run_ranks(2, _load_what_does_not_fit, path)
+
+
+def _save_to_nowhere(rank, world_size, is_sharded):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], 3)
+    with pytest.raises(OSError):
+        save_checkpoint(engine, "/dev/null/one.ckpt", is_sharded=is_sharded)
+    _train(engine, module, optimizer, rank, range(1))  # the engine is usable
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_failed_save_raises_on_every_rank(is_sharded):
+    run_ranks(2, _save_to_nowhere, is_sharded)
