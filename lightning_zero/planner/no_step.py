@@ -46,13 +46,15 @@ def _nbytes(unit: list[BucketPlan]) -> int:
 
 
 def _unsharded_bytes(units: list[list[BucketPlan]], config: ZeroConfig) -> int:
-    """Most bytes of a unit and of those that are prefetched meanwhile."""
-    most = 0
+    """Most bytes of a unit and of those that are unsharded with it.
+
+    Without prefetching these are two: one is resharded only after the next has been unsharded.
+    """
+    most, budget = 0, config.prefetch_bucket_size if config.overlap_comm else None
     for index, unit in enumerate(units):
         nbytes, numel = _nbytes(unit), 0
-        for number, other in enumerate(units[index + 1 :] if config.overlap_comm else ()):
+        for number, other in enumerate(units[index + 1 :]):
             numel += sum(bucket.layout.numel for bucket in other)
-            budget = config.prefetch_bucket_size
             if number > 0 if budget is None else numel > budget:
                 break
             nbytes += _nbytes(other)

@@ -118,9 +118,9 @@ def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     per_node = min(case.num_ranks, 8)
     machine = Machine(case.num_ranks, per_node, has_device_memory=has_device_memory)
     estimator = make_memory_estimator(choice, job, machine)
-    most = estimate(
-        choice, replace(job, runs=EngineRuns(module, job.optimizers, step)), machine
-    ).peak
+    # The fake process group has the collectives of a device, on the CPU, too.
+    job = replace(job, runs=EngineRuns(module, job.optimizers, step))
+    most = estimate(choice, job, Machine(case.num_ranks, per_node)).peak
     memory = estimator.rank_memory()
     states = sum(memory.tier_bytes(tier) for tier in Tier)
     return states, states + memory.module_buffer_bytes + most.total_bytes
