@@ -226,7 +226,7 @@ class EngineRuns:
         for number in range(self._num_micro_batches):
             meter.enter(_Part.FIRST_BLOCKS)
             under = torch.autocast("cpu", self._autocast, enabled=self._autocast is not None)
-            with under, torch.enable_grad():
+            with under, torch.enable_grad(), engine.forward_context():  # it may be `training_step`
                 loss = self._step(engine.module)
             if number == 0:
                 engine.zero_grad()
