@@ -166,7 +166,9 @@ class Communicator:
 
         NCCL splits the group of all ranks once. The other backends make the groups one by one.
         """
-        is_bound = dist.group.WORLD.bound_device_id is not None  # else torch refuses to split
+        world = dist.group.WORLD
+        assert world is not None
+        is_bound = world.bound_device_id is not None  # else torch refuses to split
         if is_bound and dist.get_backend() == "nccl":
             return dist.split_group(self._group, groups, timeout=self._timeout)
         own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
