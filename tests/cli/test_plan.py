@@ -413,7 +413,7 @@ def test_no_device_is_touched_and_no_process_group_is_left(capsys, monkeypatch):
             "expected choices to be a torch.nn.Module, got list",
         ),
         (["--module", "tests.support.planned:ROOT", "--ranks", "2"], "has no class ROOT"),
-        (["--module", "torch.nn:Identity", "--ranks", "2"], "has no parameters"),
+        (["--module", "torch.nn:Identity", "--ranks", "2"], "has no parameter that requires"),
         (
             ["--module", VIT, "--arg", "width", "--ranks", "2"],
             "--arg must be NAME=VALUE, got 'width'",
