@@ -167,7 +167,7 @@ def _rows(
             step,
             num_micro_batches=job.num_micro_batches,
             autocast=autocast,
-            has_full_optimizers=bool(job.full_optimizers),
+            full_optimizers=job.full_optimizers,
         )
         counted = replace(job, runs=runs)
         try:

@@ -117,9 +117,10 @@ class Engine:
         RuntimeError: Another rank was given an argument that cannot be used.
     """
 
-    # The planner's subclass has others, which move no data.
+    # The planner's subclass has others, which move no data and probe nothing.
     _communicator_class: type[Communicator] = Communicator
     _storage_class: type[Storage] = Storage
+    _check_and_probe: Callable[..., ProbeResult] = staticmethod(check_and_probe)
 
     def __init__(
         self,
@@ -144,7 +145,12 @@ class Engine:
         )
         self._is_ready = False  # `schedule` and `lockstep` exist
         comm, device, probed, checkpointed_modules, warned = _begin_together(
-            module, optimizers, config, device=device, open_comm=open_comm
+            module,
+            optimizers,
+            config,
+            device=device,
+            open_comm=open_comm,
+            look=self._check_and_probe,
         )
         for text in warned if comm.rank == 0 else ():
             warnings.warn(text, stacklevel=2)
@@ -172,7 +178,7 @@ class Engine:
                 comm,
                 worker=self.worker if config.overlap_step else None,
                 check_and_probe=partial(
-                    check_and_probe, module=module, config=config, device=device
+                    self._check_and_probe, module=module, config=config, device=device
                 ),
             )
             for optimizer, found in probed:
@@ -546,6 +552,7 @@ def _begin_together(
     *,
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
+    look: Callable[..., ProbeResult],
 ) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
     """Checks the arguments of an engine and opens its groups if all ranks were given the same.
 
@@ -570,7 +577,7 @@ def _begin_together(
         device = _find_device(module, device)
         warned += queue_warnings(device) if config.separates_gathers else []
         check_can_materialize(module)
-        look = partial(check_and_probe, module=module, config=config, device=device)
+        look = partial(look, module=module, config=config, device=device)
         probed = [(optimizer, look(optimizer)) for optimizer in given]
         checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
         descriptions = {"the installed versions": describe_software()} | describe_module(

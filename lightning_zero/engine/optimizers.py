@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
@@ -75,10 +74,9 @@ def check_and_probe(
     is_sharded = config.states.has_shard(State.OPTIM)
     unsharded = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:
-        with _disable_current_modes():  # the probe needs values
-            found = probe(optimizer, device)
-            if device.type != "cpu" and config.offload_optimizer is not None:
-                found &= probe(optimizer, torch.device("cpu"))  # it steps there, too
+        found = probe(optimizer, device)
+        if device.type != "cpu" and config.offload_optimizer is not None:
+            found &= probe(optimizer, torch.device("cpu"))  # it steps there, too
     except CannotShardError:
         if is_sharded:
             raise

@@ -4,8 +4,8 @@
 process group, with storages that are never written (shapes_only.py). Its schedule and its buffers
 are those of training; only collectives and files move nothing. The third step is measured, because
 the schedule has been recorded then; where parameters are replicated, it is the second. The
-optimizers are plain SGD, except for those that step full tensors, which decide on the layout:
-states of optimizers are not part of the peak.
+optimizers are plain SGD, because states of optimizers are not part of the peak; only whether they
+step full tensors matters, which decides on the layout.
 
 [Note: A device on the CPU] All tensors are on the CPU. To count those of a device with memory of
 its own, storage and communicator behave as on such a device: offloaded shards are copied to mapped
@@ -27,7 +27,7 @@ import gc
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -44,7 +44,6 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.units import find_blocks
-from lightning_zero.optim.clone import parameters_of
 from lightning_zero.planner.planned_engine import CpuEngine, DeviceEngine, copies_on_cpu
 from lightning_zero.planner.shapes_only import Results, ShapesOnly
 from lightning_zero.record.spans import Kind
@@ -106,7 +105,7 @@ class EngineRuns:
         step: Function of the module that returns the loss of a micro-batch.
         num_micro_batches: Number of micro-batches in an optimizer step.
         autocast: Dtype of autocast; None: no autocast.
-        has_full_optimizers: Whether an optimizer steps full tensors.
+        full_optimizers: Indices of the optimizers that step full tensors.
     """
 
     def __init__(
@@ -117,11 +116,11 @@ class EngineRuns:
         *,
         num_micro_batches: int = 1,
         autocast: torch.dtype | None = None,
-        has_full_optimizers: bool = False,
+        full_optimizers: Collection[int] = (),
     ) -> None:
         self._module = module
         self._optimizers = optimizers
-        self._has_full_optimizers = has_full_optimizers
+        self._full_optimizers = full_optimizers
         self._step = step
         self._num_micro_batches = min(num_micro_batches, 2)
         self._autocast = autocast
@@ -183,11 +182,9 @@ class EngineRuns:
         self, config: ZeroConfig, of: RankOfGroup, few: _FewBlocks | None, meter: _Meter
     ) -> tuple[Peak, bool]:
         with nullcontext() if few is None else few.without_others(self._module):
-            module, optimizers = copies_on_cpu(self._module, self._optimizers)
+            copies = copies_on_cpu(self._module, self._optimizers, self._full_optimizers)
+        module, optimizers = copies
         config = config.replace(overlap_step=False)
-        if not self._has_full_optimizers:  # their states are not part of the peak
-            optimizers = [torch.optim.SGD(parameters_of(one), lr=0.1) for one in optimizers]
-            config = config.replace(assume_elementwise=True)
         kind = DeviceEngine if of.has_device_memory else CpuEngine
         engine = kind(module.train(), optimizers, config, device=_CPU)
         try:

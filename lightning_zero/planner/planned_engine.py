@@ -7,19 +7,19 @@ engine_run.py.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_zero.comm.fake import FakeCommunicator, FakeDeviceCommunicator
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.optim.clone import copy_of
+from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.probe import ProbeResult, StepKind
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore, Transfer
 from lightning_zero.tiers.storage import Storage
@@ -30,9 +30,15 @@ _CPU = torch.device("cpu")
 
 
 def copies_on_cpu(
-    module: nn.Module, optimizers: Sequence[Optimizer]
+    module: nn.Module, optimizers: Sequence[Optimizer], full_optimizers: Collection[int]
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Copies of a module, on the CPU, and of the optimizers of its parameters."""
+    """Copies a module, on the CPU; plain SGD takes the place of each optimizer.
+
+    Args:
+        module: The module.
+        optimizers: Optimizers, also of parameters that are not in the module.
+        full_optimizers: Indices of those that step full tensors.
+    """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memory = torch.zeros(parameter.shape, dtype=parameter.dtype, device=_CPU)
@@ -40,23 +46,17 @@ def copies_on_cpu(
         vars(memo[id(parameter)]).update(vars(parameter))
     for buffer in module.buffers():
         memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=_CPU)
-    copied = []
-    for optimizer in optimizers:
-        groups = [
-            {**group, "params": [memo[id(p)] for p in group["params"] if id(p) in memo]}
-            for group in optimizer.param_groups
-        ]
-        one = copy_of(optimizer, [group for group in groups if group["params"]])
-        for key, state in optimizer.state.items():  # of the constructor, as Adagrad's
-            if id(key) in memo:
-                one.state[memo[id(key)]] = tree_map_only(Tensor, _zeros_like, state)
-        if one.param_groups:
-            copied.append(one)
+    copied: list[Optimizer] = []
+    for index, optimizer in enumerate(optimizers):
+        parameters = [memo[id(p)] for p in parameters_of(optimizer) if id(p) in memo]
+        if parameters:
+            kind = _FullSGD if index in full_optimizers else torch.optim.SGD
+            copied.append(kind(parameters, lr=0.1))
     return copy.deepcopy(module, memo), copied
 
 
-def _zeros_like(tensor: Tensor) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype, device=_CPU)
+class _FullSGD(torch.optim.SGD):
+    """Plain SGD in the place of an optimizer that steps full tensors."""
 
 
 class _NoFile(NvmeFile):
@@ -109,11 +109,16 @@ class _DeviceStorage(_CpuStorage):
         self.has_device_memory = True
 
 
+def _known_kind(optimizer: Optimizer, **_: Any) -> ProbeResult:
+    return ProbeResult(StepKind.AT_ONCE, is_elementwise=not isinstance(optimizer, _FullSGD))
+
+
 class CpuEngine(Engine):
     """Engine of a module that computes on the CPU."""
 
     _communicator_class = FakeCommunicator
     _storage_class = _CpuStorage
+    _check_and_probe = staticmethod(_known_kind)
 
 
 class DeviceEngine(Engine):
@@ -121,3 +126,4 @@ class DeviceEngine(Engine):
 
     _communicator_class = FakeDeviceCommunicator
     _storage_class = _DeviceStorage
+    _check_and_probe = staticmethod(_known_kind)
