@@ -70,6 +70,7 @@ from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
+from lightning_zero.tiers.threads import set_step_threads
 
 __all__ = ["Engine"]
 
@@ -576,6 +577,7 @@ def _begin_together(
         warned += alias_texts(module)
         device = _find_device(module, device)
         warned += queue_warnings(device) if config.separates_gathers else []
+        warned += set_step_threads(device) if config.offload_optimizer is not None else []
         check_can_materialize(module)
         look = partial(look, module=module, config=config, device=device)
         probed = [(optimizer, look(optimizer)) for optimizer in given]

@@ -222,6 +222,7 @@ launch.children sys.excepthook
 optim.clone copy.state
 optim.state_view optimizer.state
 optim.step self.optimizer.state
+strategy.loops exception.code
 strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
 strategy.strategy launcher.procs
