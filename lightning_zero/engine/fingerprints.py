@@ -144,7 +144,7 @@ def _of_parameters(bucket: Bucket) -> Iterator[tuple[Key, int]]:
 
 
 def _shard_of(bucket: Bucket) -> int | None:
-    """Place of this rank in its shard group; None if there is one group, or no shards."""
+    """Position of this rank in its shard group; None if there is one group, or no shards."""
     mesh = bucket.comm.mesh
     return None if bucket.replicates_optim or mesh.num_replicas == 1 else mesh.shard_rank
 
