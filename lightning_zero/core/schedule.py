@@ -412,6 +412,8 @@ class Schedule:
         self.reducer.ends_step = reduces
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
+            if self.unsharder.is_needed:
+                self.order.wait_for_begin()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin(trainable)
         self.unsharder.begin_backward()

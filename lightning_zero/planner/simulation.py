@@ -309,6 +309,7 @@ class StepSimulation:
 
     def _unshard(self, unit: _Unit) -> None:
         if unit.buckets:
+            self._order.mark_used(unit.index, may_repeat=False)
             while unit not in self._unsharded:
                 self._order.request_unshard(unit.index, is_backward=self._is_backward)
             self._prefetched.discard(unit)

@@ -222,16 +222,6 @@ core.hooks call.awaited
 core.hooks call.input_keys
 core.hooks unit.module
 core.hooks unit.num_awaited
-core.order one.cursor
-core.order one.has_deviated
-core.order one.has_unused_gathers
-core.order one.in_backward
-core.order one.is_same_on_all_ranks
-core.order one.reduction_order
-core.order one.schedule
-core.passes recording.digest
-core.passes recording.num_mismatches
-core.passes recording.schedule
 core.schedule call.awaited
 core.schedule call.is_done
 core.schedule self.reducer.ends_step
