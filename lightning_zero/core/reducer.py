@@ -90,6 +90,10 @@ class Reducer:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
 
+    def begin_pass(self, *, ends_step: bool) -> None:
+        """Notes whether the next backward is of the last micro-batch. Local."""
+        self.ends_step = ends_step
+
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
         self._last_pass = self._order.last_pass
