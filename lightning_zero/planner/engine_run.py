@@ -3,9 +3,8 @@
 [Note: Planned engine] The engine of training runs on a copy of the module: one rank of a fake
 process group, with storages that are never written (shapes_only.py). Its schedule and its buffers
 are those of training; only collectives and files move nothing. The third step is measured, because
-the schedule has been recorded then; where parameters are replicated, it is the second. The
-optimizers are plain SGD, because states of optimizers are not part of the peak; only whether they
-step full tensors matters, which decides on the layout.
+the schedule has been recorded then. The optimizers are plain SGD, because states of optimizers are
+not part of the peak; only whether they step full tensors matters, which decides on the layout.
 
 [Note: A device on the CPU] All tensors are on the CPU. To count those of a device with memory of
 its own, storage and communicator behave as on such a device: offloaded shards are copied to mapped
@@ -51,6 +50,7 @@ from lightning_zero.record.spans import Kind
 __all__ = ["EngineRuns", "Peak", "RankOfGroup", "RepeatedBlocks", "find_repeated_blocks"]
 
 _CPU = torch.device("cpu")
+_NUM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -188,15 +188,14 @@ class EngineRuns:
         kind = DeviceEngine if of.has_device_memory else CpuEngine
         engine = kind(module.train(), optimizers, config, device=_CPU)
         try:
-            num_unmeasured = 2 if config.states.shards_params else 1
-            for _ in range(num_unmeasured):
+            for _ in range(_NUM_STEPS - 1):
                 self._accumulate(engine, meter)
                 engine.step()
             gc.collect()  # cycles that hold tensors of the construction
             meter.watch(engine.buckets)
             if few is not None:
                 few.install(module, meter)
-            engine.recorder.begin(num_unmeasured)
+            engine.recorder.begin(_NUM_STEPS - 1)
             self._accumulate(engine, meter)
             meter.end()
             recording = engine.recorder.end()
