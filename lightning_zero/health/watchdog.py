@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import os
 import queue
 import sys
 import threading
@@ -69,7 +70,8 @@ _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
 _END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: its messages may still arrive
 _SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; others may raise it, too
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
-_STORE_SETTLE_S = 4.0  # from a failure until the store is disconnected, too
+_STORE_SETTLE_S = 3.0  # from a failure until the store is disconnected, too
+_LAST_RESORT_S = 5.0  # from a failure until a process that nothing has woken exits
 _REACHED_END = "reached the end of its script"
 _ALL_CAME, _LOST = "together", "lost"  # outcomes of a regroup
 
@@ -646,6 +648,10 @@ class Watchdog:
         if waited_s > _STORE_SETTLE_S and not self._is_store_disconnected:
             self._is_store_disconnected = True
             disconnect_store()  # the wait is in the store, for example while a group is made
+        if waited_s > _LAST_RESORT_S:
+            # For example in a store of files: nothing ends that before its timeout.
+            _print_now(f"{self._explain(failure)}; it still waits in {wait.name}, and exits now.")
+            os._exit(1)
 
 
 class _Thread(threading.Thread):

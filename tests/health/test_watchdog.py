@@ -33,7 +33,7 @@ from lightning_zero.health.world import disconnect_groups
 from lightning_zero.layout.config import WaitLimits
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError, free_port, run_ranks
 
 
 def _error_of(action):
@@ -288,7 +288,7 @@ def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported():
 
 
 def _open_slowly(rank, world_size):
-    import lightning_zero.strategy.strategy as checkpoints
+    import lightning_zero.checkpoint.source as checkpoints
 
     trainer = make_trainer(settings(1))
     trainer.fit(MLPModule(ranks=world_size))
@@ -565,7 +565,9 @@ def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
 
 
-def _make_a_group_alone(rank, world_size):
+def _make_a_group_alone(rank, world_size, port):
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     watchdog = Watchdog("alone", rank=rank, size=world_size)
     dist.barrier()
     if rank == 1:
@@ -581,7 +583,7 @@ def _make_a_group_alone(rank, world_size):
 @pytest.mark.slow
 def test_a_wait_in_the_store_for_a_rank_that_has_failed_ends_with_its_error():
     text = "rank 0 stops because rank 1 raised ArithmeticError: out of luck"
-    assert run_ranks(2, _make_a_group_alone)[0] == text
+    assert run_ranks(2, _make_a_group_alone, free_port(), has_group=False)[0] == text
 
 
 def _know(rank, world_size):
