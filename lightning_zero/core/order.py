@@ -118,7 +118,7 @@ class CollectiveOrder:
         self._backward_event = len(numels)
         self._first_reduction = len(numels) + 1  # event of bucket 0
         self._has_units = any(numels)  # some units are sharded
-        self._rounds = RoundClient(control_plane, names, 2 * num_buckets + len(names))
+        self._rounds = RoundClient(control_plane, names, 2 * num_buckets + len(names) + 1)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._state = LocalState()
         self._stop_request: Callable[[], int | None] = lambda: None

@@ -13,6 +13,7 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
 
@@ -28,6 +29,7 @@ class Reducer:
     Attributes:
         ends_step: Whether the next backward, or the one in progress, is of the last micro-batch.
         in_flight: Bucket whose reduction is in flight.
+        guard: Looks at gradients before they are reduced.
         has_stepped: Whether an optimizer has stepped since the last backward.
         is_mid_step: Whether the last backward ended no step, and its means have not been needed
             since: gradients are local, or averaged over the shard group only.
@@ -45,6 +47,8 @@ class Reducer:
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
+        self.guard = NonfiniteGuard(buckets, comm.control, config)
+        self._has_nonfinite = False  # on any rank, in this backward
         self._is_in_backward = False  # on this rank
         self._trainable: Trainable = ()  # in this backward
         self.ends_step = True
@@ -79,6 +83,7 @@ class Reducer:
 
     def begin(self, trainable: Trainable) -> None:
         """Before a backward: detaches reduced gradients from `.grad`. Local."""
+        self.guard.begin(is_new_step=self.has_stepped)
         self._is_in_backward, self.has_stepped = True, False
         self._completed = []
         self._trainable = trainable
@@ -106,12 +111,14 @@ class Reducer:
                 self._touched.clear()
             self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
         else:
+            self.guard.look_at_local()
             for bucket in self._buckets:
                 bucket.grads.set_param_grads()  # no reduction in this micro-batch
         self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
+        self._report_nonfinite()
 
     def reset(self, *, has_regrouped: bool = False) -> None:
         """After an exception, when gradients have been dropped. Local.
@@ -119,6 +126,8 @@ class Reducer:
         `has_regrouped`: whether the order of reductions may differ between ranks.
         """
         self._comm.free_scratch()
+        self.guard.reset()
+        self._has_nonfinite = False
         self._touched.clear()  # ranks may differ
         self.in_flight = None
         self._reduced = set()
@@ -139,6 +148,7 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         self.finish()
+        self.guard.look(bucket)
         bucket.grads.reduce()
         self._reduced.add(bucket)
         self.in_flight = bucket
@@ -157,12 +167,17 @@ class Reducer:
     # ---------------------------------------------------------------- end of backward, and step
 
     def _mask(self) -> bytes:
-        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot."""
+        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot.
+
+        The last one: this rank has found a non-finite gradient.
+        """
+        self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        return bytes([*late, *partial, *own])
+        has_found = self.guard.has_found(ends_step=self.ends_step)
+        return bytes([*late, *partial, *own, has_found])
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
@@ -178,6 +193,7 @@ class Reducer:
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
+        self._has_nonfinite = mask[start]
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
@@ -192,6 +208,12 @@ class Reducer:
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         return touched
+
+    def _report_nonfinite(self) -> None:
+        """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
+        has_nonfinite, self._has_nonfinite = self._has_nonfinite, False
+        if has_nonfinite:
+            self.guard.report()
 
     def _agree_on_sequence(self) -> bool:
         """Fixes the order of reductions once: rank 0's order of completion. Collective.
@@ -229,6 +251,8 @@ class Reducer:
             self.ends_step = True
             self._reduce_remaining(completes=True)
             self._comm.free_scratch()
+            self.is_mid_step = False
+            self._report_nonfinite()
         elif self._comm.mesh.num_replicas > 1:
             mask = self._order.finalize_backward(self._mask, self.finish)
             self._order.conclude_backward(is_complete=True)

@@ -250,8 +250,6 @@ def prefetch(
 ) -> None:
     """Unshards the next units of the schedule, as far as the settings allow.
 
-    The engine and the planner share these rules.
-
     Args:
         order: Decides which unit comes next.
         units: All units, by number.

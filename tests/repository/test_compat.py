@@ -20,16 +20,16 @@ from tests.repository.test_layers import MODULES, syntax_of
 # ------------------------------------------------------------------ imported names, by their module
 
 TREES = "containers of tensors in inputs, outputs and states"
-DISPATCH = "what an optimizer does to its tensors, and the planner's trace"
+DISPATCH = "what an optimizer does to its tensors, and the planner's counts"
 IMPORTED = {
     "torch._dynamo": {"OptimizedModule": "names of parameters of a compiled module"},
-    "torch._subclasses.fake_tensor": {"FakeTensorMode": "the planner's trace"},
     "torch.distributed.checkpoint._nested_dict": {
         "unflatten_state_dict": "containers in sharded checkpoints"
     },
     "torch.distributed.checkpoint.filesystem": {
         "_StorageInfo": "places of tensors in sharded checkpoints"
     },
+    "torch.testing._internal.distributed.fake_pg": {"FakeStore": "the planner's process group"},
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": DISPATCH,
         "is_traceable_wrapper_subclass": "4-bit and low-bit tensors",
@@ -102,6 +102,7 @@ ATTRIBUTES = {
     "torch._C": {
         "_functorch": "torch.func transforms, which are refused",
         "_storage_Use_Count": "whether a user holds memory",
+        **dict.fromkeys(("_distributed_c10d", "_distributed_c10d.FakeWork"), "the planner"),
         "_construct_storage_from_data_pointer": POINTER,
         "_set_throw_on_mutable_data_ptr": POINTER,
     },

@@ -257,8 +257,6 @@ optim.flow known.is_written
 optim.flow self._flow.untraceable
 optim.state_view view.raw
 optim.step self._view.raw
-planner.trace counter.high
-planner.trace recorder.counter.high
 """  # ours: this list only ever gets shorter
 
 

@@ -159,7 +159,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_o
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=r"model states do not fit: .* KiB|do not fit"):
-            make_trainer(settings(3)).fit(MLPModule())
+            make_trainer(settings(3, check_memory=True)).fit(MLPModule())
         module = MLPModule()
         make_trainer(settings(3, check_memory=False)).fit(module)
     assert module.losses

@@ -58,6 +58,7 @@ def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenar
         assert sum(waits.values()) <= MOST_WAITS[scenario.name], waits
 
 
+@pytest.mark.default_cases("side stream", "forget", "numbers at once", "file")
 @pytest.mark.parametrize(("scenario", "kind"), BROKEN, ids=[one.broken for one, _ in BROKEN])
 def test_a_wait_that_is_left_out_is_found(checker: Checker, scenario: Scenario, kind: str):
     found = checker.run(scenario).problems
