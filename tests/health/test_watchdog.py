@@ -288,7 +288,7 @@ def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported():
 
 
 def _open_slowly(rank, world_size):
-    import lightning_zero.strategy.loading as checkpoints
+    import lightning_zero.checkpoint.source as checkpoints
 
     trainer = make_trainer(settings(1))
     trainer.fit(MLPModule(ranks=world_size))
