@@ -56,8 +56,10 @@ class Reducer:
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
-        # Slots with gradients in the last backward of each trainable set. A GAN has two such sets.
-        self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
+        # Slots with gradients, by bucket, in the last backward with the same trainable parameters
+        # (a GAN has two sets of them) and, if there was one, after the same pass (heads alternate).
+        self._touched: dict[tuple[Trainable, int], dict[Bucket, list[bool]]] = {}
+        self._last_pass = 0  # the pass before this backward
         self.in_flight: Bucket | None = None
         self.has_stepped = False
         self.is_mid_step = False
@@ -87,16 +89,25 @@ class Reducer:
         self._is_in_backward, self.has_stepped = True, False
         self._completed = []
         self._trainable = trainable
-        touched = self._touched.get(self._trainable, {})
+        touched = self._last_touched(trainable) or {}
         outlives_backward = not self.reduces
         for bucket in self._buckets:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
 
+    def begin_pass(self, *, ends_step: bool) -> None:
+        """Notes whether the next backward is of the last micro-batch. Local."""
+        self.ends_step = ends_step
+
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
-        touched = self._touched.get(trainable)
+        self._last_pass = self._order.last_pass
+        touched = self._last_touched(trainable)
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
+
+    def _last_touched(self, trainable: Trainable) -> dict[Bucket, list[bool]] | None:
+        last = self._touched.get((trainable, self._last_pass))
+        return last or self._touched.get((trainable, 0))
 
     def complete(self, bucket: Bucket) -> None:
         """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
@@ -109,7 +120,9 @@ class Reducer:
         if self.reduces:
             if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
-            self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
+            touched = self._reduce_remaining(completes=self.ends_step)
+            for last_pass in (0, self._last_pass):
+                self._touched[self._trainable, last_pass] = touched
         else:
             self.guard.look_at_local()
             for bucket in self._buckets:

@@ -150,14 +150,12 @@ class OptimizerStep:
         state: Any = self.optimizer.state
         if state is not self._view and state is not self._view.raw:  # assigned by the user
             shard_initial_state(self.optimizer)
-            self._view.raw = self.optimizer.state
-        self.optimizer.state = self._view.raw
+            self._view.install(self.optimizer)
+        self._view.uninstall(self.optimizer)
 
     def _install_state_view(self) -> None:
         """Makes `optimizer.state` the view with sharded tensors."""
-        if self.optimizer.state is not self._view:
-            self._view.raw = self.optimizer.state
-            self.optimizer.state = self._view
+        self._view.install(self.optimizer)
 
     def _before_access(self, *_: Any) -> None:
         """Before states are read or replaced from outside of a step."""
