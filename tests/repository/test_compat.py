@@ -48,11 +48,17 @@ IMPORTED = {
         "_sync_ddp_if_available": "metrics with sync_dist=True",
     },
     "lightning.fabric.utilities.rank_zero": {"_get_rank": "loggers before there are ranks"},
+    "lightning.fabric.utilities.seed": dict.fromkeys(
+        ("_collect_rng_states", "_set_rng_states"), "the repeated step that finds a NaN"
+    ),
     "lightning.fabric.utilities.types": {"_PATH": "types of paths"},
     "lightning.pytorch.callbacks.throughput_monitor": {
         "_plugin_to_compute_dtype": "the peak TFLOPS of a precision"
     },
-    "lightning.pytorch.core.optimizer": {"_MockOptimizer": "modules without an optimizer"},
+    "lightning.pytorch.core.optimizer": {
+        "_MockOptimizer": "modules without an optimizer",
+        "_init_optimizers_and_lr_schedulers": "the optimizers of the audit's replica",
+    },
     "lightning.pytorch.core.saving": {"_load_state": "load_from_checkpoint"},
     "lightning.pytorch.plugins.io.wrapper": {"_WrappingCheckpointIO": "AsyncCheckpointIO"},
     "lightning.pytorch.strategies.launchers": {

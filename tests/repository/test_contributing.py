@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 from pathlib import Path
 
 TEXT = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
@@ -20,3 +21,16 @@ def test_the_example_passes(tmp_path, monkeypatch):
 def test_files_that_are_named_exist():
     for name in re.findall(r"tests/[\w/]+(?:\.py|/)", TEXT):
         assert (Path(__file__).parents[2] / name).exists(), name
+
+
+def test_the_links_of_the_readme_become_absolute_for_the_index(tmp_path):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme)
+    (command,) = re.findall(r"^ +(url=.*\n +sed .*)$", TEXT, flags=re.MULTILINE)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    found = (tmp_path / "README.md").read_text()
+    targets = re.findall(r"\]\(([^)]*)\)", found)
+    assert len(targets) == len(re.findall(r"\]\(([^)]*)\)", readme))
+    assert all(target.startswith(("https://", "#")) for target in targets), targets
+    assert "/raw/v0.1.0/tests/benchmarks/memory_by_stage.png" in found
+    assert "/blob/v0.1.0/docs/quickstart.md" in found
