@@ -19,7 +19,8 @@ _ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", flags=re.MULTILINE)
 
 def on_config(config: Any) -> Any:
     """Puts the version of the package into the footer of every page."""
-    version = re.search(r'"(.+)"', (_ROOT / "lightning_zero" / "_version.py").read_text())
+    source = (_ROOT / "lightning_zero" / "_version.py").read_text()
+    version = re.search(r'^__version__ = "(.+)"', source, flags=re.MULTILINE)
     assert version is not None
     config.copyright = f"lightning_zero {version[1]}"
     return config
