@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from lightning_zero.core.access import before_collective, full_grad, gathered, uneven_calls
+    from lightning_zero.core.guard import NonfiniteGradientError, NonfiniteGradientWarning
     from lightning_zero.engine.engine import Engine
     from lightning_zero.layout.config import ZeroConfig
     from lightning_zero.layout.memory import MemoryReport
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Engine",
     "MemoryReport",
+    "NonfiniteGradientError",
+    "NonfiniteGradientWarning",
     "OffloadConfig",
     "ZeroConfig",
     "ZeroStrategy",
@@ -61,6 +64,7 @@ _MODULES = {
         "save_checkpoint",
     ],
     "core.access": ["before_collective", "full_grad", "gathered", "uneven_calls"],
+    "core.guard": ["NonfiniteGradientError", "NonfiniteGradientWarning"],
     "engine.engine": ["Engine"],
     "layout.config": ["ZeroConfig"],
     "layout.memory": ["MemoryReport"],

@@ -52,6 +52,7 @@ from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.record import streams
+from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
@@ -189,6 +190,7 @@ class ShardedSave:
     rest: io.BytesIO  # content of `meta.pt`, pickled; empty on ranks other than 0
     channel: Channel
     plan_cache: SavePlanCache  # from earlier saves over this channel
+    total_bytes: int  # of the shards of all ranks
     # The directory being written; on rank 0, for a local target.
     _staged: StagedDirectory | None = field(default=None, init=False)
     # Remote metadata may already name this save's folder; then the folder must not be deleted.
@@ -230,14 +232,15 @@ class ShardedSave:
         if has_changed:
             plan_cache.receive_entries(agreed, channel)
 
-        def set_up_shards() -> None:
+        def set_up_shards() -> int:
             if not is_first:
                 entries = plan_cache.entries.items()
                 planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
                 planner.mappings = {}  # rank 0's planner has all names, in order
+            return _owned_bytes(planner)
 
-        together(set_up_shards)
-        return cls(locate(address), planner, rest, channel, plan_cache)
+        total_bytes = sum(together(set_up_shards))
+        return cls(locate(address), planner, rest, channel, plan_cache, total_bytes)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -259,7 +262,8 @@ class ShardedSave:
                 if key not in copies:
                     buffer = memory.get(key)
                     if buffer is None or buffer.numel() != numel:
-                        buffer = torch.empty(numel, dtype=value.dtype, pin_memory=pin)
+                        raw = aligned_empty(numel * value.dtype.itemsize, pin=pin)
+                        buffer = raw.view(value.dtype)
                     copies[key] = buffer.copy_(value.read_owned(), non_blocking=pin)
                 entries[name] = value.backed_by(copies[key])
             elif isinstance(value, Tensor):
@@ -282,9 +286,10 @@ class ShardedSave:
         together = partial(run_on_all_ranks, gather=channel.all_gather)
         is_first = channel.rank == 0
         folder: CheckpointPath | None = None
+        free_bytes = 0  # on the disk of rank 0, before the save
         try:
-            begin = self._begin if is_first else lambda: ("", "")
-            address, save = together(begin)[0]
+            begin = self._begin if is_first else lambda: ("", "", 0)
+            address, save, free_bytes = together(begin)[0]
             folder = locate(address)
             write = partial(self._write, folder, save)
             written, digests = self.plan_cache.gather_if_changed(write, channel)
@@ -301,20 +306,20 @@ class ShardedSave:
                 and isinstance(error, OSError)
                 and error.errno in DISK_FULL_ERRNOS
             ):
-                with contextlib.suppress(RuntimeError):  # a rank has ended meanwhile
-                    raise self._disk_full_error(target) from error
+                raise full_disk_error(target, self.total_bytes, free_bytes) from error
             raise
 
-    def _begin(self) -> tuple[str, str]:
+    def _begin(self) -> tuple[str, str, int]:
         """Creates the folder of this save's files; a remote one is named after the save.
 
         Returns:
-            The folder's address, and the name of this save.
+            The folder's address, the name of this save, and the free bytes of a local disk.
         """
         name = secrets.token_hex(16)
         if isinstance(self.target, Path):
             self._staged = StagedDirectory(self.target)
-            return str(self._staged.folder), name
+            free_bytes = shutil.disk_usage(self._staged.folder).free
+            return str(self._staged.folder), name, free_bytes
         if self.target.is_file():
             raise FileExistsError(
                 errno.EEXIST,
@@ -322,21 +327,13 @@ class ShardedSave:
                 "storage; delete it, or choose another name",
                 str(self.target),
             )
-        return str(self.target / f"save-{secrets.token_hex(4)}"), name
+        return str(self.target / f"save-{secrets.token_hex(4)}"), name, 0
 
     def _write(self, folder: CheckpointPath, save: str) -> tuple[_Written, str]:
         plan = self.planner.create_local_plan()
         rank = self.channel.rank
         results = _write_items(folder, rank, self.planner, save)
         return (plan, results), _digest(folder / rank_file(rank), results)
-
-    def _disk_full_error(self, target: Path) -> OSError:
-        """The error for a full disk, after this save's files were deleted. Collective."""
-        measured = run_on_all_ranks(
-            lambda: (_owned_bytes(self.planner), shutil.disk_usage(target.parent).free),
-            gather=self.channel.all_gather,
-        )
-        return full_disk_error(target, sum(needed for needed, _ in measured), measured[0][1])
 
     def _finish(
         self, folder: CheckpointPath, save: str, written: list[_Written] | None, digests: list[str]

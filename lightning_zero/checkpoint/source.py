@@ -347,6 +347,7 @@ def summarize(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         "lightning_zero_version": note.get("version"),
         "world_size": note.get("world_size"),
         "stage": note.get("stage"),
+        "nonfinite_parameters": list(note.get("nonfinite_parameters", ())),
         "epoch": checkpoint.get("epoch"),
         "global_step": checkpoint.get("global_step"),
         "has_average": "averaging_state" in checkpoint,

@@ -72,6 +72,10 @@ def _content(found: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("weights", f"{found['num_tensors']} tensors{tied}{average}"),
         ("", f"{found['parameters_numel']:,} elements: {_dtypes(found['dtypes_numel'])}"),
     ]
+    bad = found["nonfinite_parameters"]
+    if bad:
+        more = f" and {len(bad) - 1} more" if bad[1:] else ""
+        lines.append(("NON-FINITE", f"saved with NaN or infinity in {bad[0]}{more}"))
     if found["optimizer_bytes"]:
         lines.append(("optimizer", _dtypes(found["optimizer_dtypes_numel"])))
     kinds = [f"{kind} {format_bytes(found[f'{kind}_bytes'])}" for kind in _KINDS]

@@ -27,7 +27,15 @@ _Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def add_commands(subparsers: _Subparsers) -> None:
     """Adds all commands in alphabetical order."""
-    for add in (_add_comm_bench, _add_export, _add_inspect, _add_io_bench, _add_plan, _add_trace):
+    for add in (
+        _add_audit,
+        _add_comm_bench,
+        _add_export,
+        _add_inspect,
+        _add_io_bench,
+        _add_plan,
+        _add_trace,
+    ):
         add(subparsers)
 
 
@@ -127,7 +135,22 @@ def _add_io_bench(subparsers: _Subparsers) -> None:
     add("--json", action="store_true", help="print JSON only")
 
 
-# -------------------------------------------------------------------- export, inspect
+# -------------------------------------------------------------------- audit, export, inspect
+
+
+def _add_audit(subparsers: _Subparsers) -> None:
+    add = subparsers.add_parser(
+        "audit",
+        help="check the values of a checkpoint",
+        description="Reads all of a checkpoint of any format and checks its checksums, that all "
+        "values are finite, that parameters are their rounded main parameters, and that all "
+        "parameters of an optimizer have the same step count. The exit status is 1 if anything is "
+        "wrong. Parameters that were frozen for some time have fewer steps.",
+        allow_abbrev=False,
+    ).add_argument
+    add("checkpoint", metavar="CHECKPOINT", help="path, or address such as s3://bucket/run")
+    add("--trust", action="store_true", help="load any class that the checkpoint contains")
+
 
 _EXPORT_FORMATS = """\
 CHECKPOINT is a Lightning checkpoint, a sharded checkpoint, a state dict, a

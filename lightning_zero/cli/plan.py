@@ -1,7 +1,6 @@
 """`lightning-zero plan`: memory and traffic of every stage and offload, before a job is submitted.
 
-Builds the model on the meta device, traces a step of it, and estimates every choice;
-`plan_result` prints the result.
+Builds the model on the meta device, and estimates every choice; `plan_result` prints the result.
 """
 
 from __future__ import annotations
@@ -36,26 +35,24 @@ from lightning_zero.core.recompute import find_checkpointed, outermost
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     SHAPES,
+    Choice,
     Decoder,
     DecoderShape,
+    EngineRuns,
+    Estimate,
     Job,
     Machine,
     Rates,
-    StepTrace,
     all_choices,
     data_parallel_bytes,
     estimate,
-    extrapolate_trace,
-    find_repeated_blocks,
     full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
-    trace_step,
 )
 from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
@@ -63,7 +60,6 @@ from lightning_zero.tensors.ties import tie_shared
 __all__ = ["Source", "source_from_arguments", "run"]
 
 _CONF = Path(__file__).parents[1] / "conf"
-_Traces = tuple[StepTrace | None, StepTrace | None]  # without and with activation checkpointing
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,13 +82,9 @@ def run(args: argparse.Namespace) -> int:
         source.module.to(getattr(torch, PRECISIONS[name]))
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
-    dtypes = ZeroConfig(param_dtype=config.param_dtype, keep_float32=config.keep_float32)
-    full_plan = make_plan(source.module, dtypes, world_size=1)
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    names = find_checkpointed(source.module, config.checkpointed_modules)
-    traces, note = _traces(source, full_plan, names, () if names else blocks, autocast)
     job = Job(
         source.module,
         optimizers,
@@ -100,14 +92,7 @@ def run(args: argparse.Namespace) -> int:
         full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    plain, checkpointed = (replace(job, trace=trace) for trace in traces)
-    rows = [
-        Row(
-            estimate(choice, plain, machine),
-            None if traces[1] is None else estimate(choice, checkpointed, machine),
-        )
-        for choice in all_choices(config)
-    ]
+    rows, note = _rows(job, source.step, machine, config, autocast)
     summary = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -161,58 +146,62 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     )
 
 
-def _traces(
-    source: Source,
-    plan: Plan,
-    checkpointed_modules: Sequence[str],
-    blocks: Sequence[str],
-    autocast: torch.dtype | None,
-) -> tuple[_Traces, str]:
-    """Traces without and with activation checkpointing, and a note on what is not counted.
+def _rows(
+    job: Job, step: Step | None, machine: Machine, config: ZeroConfig, autocast: torch.dtype | None
+) -> tuple[list[Row], str]:
+    """Estimates of all choices, and a note on what is not counted.
 
     Args:
-        source: Model and step.
-        plan: Plan of the model on one rank.
-        checkpointed_modules: Modules under activation checkpointing in both traces.
-        blocks: Modules under activation checkpointing in the second trace.
+        job: The job, without runs of the engine.
+        step: Function of the model that computes a loss; None: its inputs are unknown.
+        machine: Hardware of the job.
+        config: Settings for any stage and offload.
         autocast: Dtype of autocast; None: no autocast.
     """
-    if source.step is None:
-        return (
-            None,
-            None,
-        ), "activations are not counted: pass the shapes of the inputs with --input."
-    dtypes = {slot.name: b.dtype for b in plan.buckets for slot in b.layout.slots}
-    units = [unit.name for unit in plan.units]
-    repeats = find_repeated_blocks(source.module, units)
-    step = source.step
+    choices = all_choices(config)
+    note = "activations are not counted: pass the shapes of the inputs with --input."
+    if step is not None:
+        runs = EngineRuns(
+            job.module,
+            job.optimizers,
+            step,
+            num_micro_batches=job.num_micro_batches,
+            autocast=autocast,
+            full_optimizers=job.full_optimizers,
+        )
+        counted = replace(job, runs=runs)
+        try:
+            plain = [estimate(choice, counted, machine) for choice in choices]
+        except ValueError as error:
+            note = f"activations are not counted: {error}"
+        else:
+            checkpointed, note = _checkpointed(choices, counted, machine)
+            return list(map(Row, plain, checkpointed)), note
+    return [Row(estimate(choice, job, machine), None) for choice in choices], note
 
-    def run(gone: Sequence[str], checkpointed: Sequence[str]) -> StepTrace:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about kernels, which fake tensors do not run
-            return trace_step(
-                source.module,
-                step,
-                units=[name for name in units if name not in gone],
-                dtypes=dtypes,
-                autocast=autocast,
-                checkpointed=[name for name in checkpointed if name not in gone],
+
+def _checkpointed(
+    choices: Sequence[Choice], job: Job, machine: Machine
+) -> tuple[Sequence[Estimate | None], str]:
+    """Estimates with activation checkpointing of the repeated blocks, and a note.
+
+    None: modules are under activation checkpointing already, or there are no such blocks.
+    """
+    nothing = [None] * len(choices)
+    is_set = any(find_checkpointed(job.module, choices[0].config.checkpointed_modules))
+    if is_set or not find_blocks(job.module):
+        return nothing, ""
+    try:
+        return [
+            estimate(
+                replace(choice, config=choice.config.replace(activation_checkpointing=True)),
+                job,
+                machine,
             )
-
-    def trace(checkpointed: Sequence[str]) -> StepTrace:
-        short = None
-        if repeats is not None:
-            short = extrapolate_trace(source.module, repeats, lambda gone: run(gone, checkpointed))
-        return short or run([], checkpointed)
-
-    try:
-        plain = trace(checkpointed_modules)
+            for choice in choices
+        ], ""
     except ValueError as error:
-        return (None, None), f"activations are not counted: {error}"
-    try:
-        return (plain, trace(blocks) if blocks else None), ""
-    except ValueError as error:
-        return (plain, None), f"activation checkpointing is not counted: {error}"
+        return nothing, f"activation checkpointing is not counted: {error}"
 
 
 # -------------------------------------------------------------------- model and step

@@ -10,6 +10,7 @@ Imports record, layout, tensors and health.
     rounds        votes and results of rounds, and their checks
     world         collectives on WORLD, for a strategy
     collectives   detects the user's collectives before they are issued
+    fake          a process as one rank of a group that does not exist, for the planner
     consistency   checks that model, optimizers and settings are equal on all ranks
 
 Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:

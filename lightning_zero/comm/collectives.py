@@ -5,12 +5,14 @@ that uses fewer units before the collective reaches it while others still reques
 ranks enter a round before any of them issues it: `CollectiveOrder.serve_until`. The strategy's own
 calls, such as `self.all_gather`, do so automatically. Calls of torch.distributed over all ranks are
 intercepted by a `TorchFunctionMode`, which torch's collectives support, while code of a forward
-runs in stage 3: in passes without a recorded schedule, and in all passes once one has had a
-collective. That costs a few microseconds per call of a torch function. The mode does not see: a
-barrier, which has no tensor; a backward, which torch runs outside of such modes; modules with parts
-in torch.compile; and the first collective in a pass that already has a recorded schedule. Before
-those users call `before_collective`. If ranks wait for each other nevertheless, their watchdogs
-end the wait with an error that names this function.
+runs in stage 3. That costs a few microseconds per call of a torch function, so the mode is off
+where all ranks are known to use the same units: their recorded schedule has been replayed before,
+no rank has ever requested another unit than the others, and no pass has had a collective
+(`CollectiveOrder.expects_collectives`). The mode does not see: a barrier, which has no tensor; a
+backward, which torch runs outside of such modes; modules with parts in torch.compile; and a
+collective that is the first of all in the very pass in which ranks differ for the first time.
+Before those users call `before_collective`. If ranks wait for each other nevertheless, their
+watchdogs end the wait with an error that names this function.
 
 Alternatives considered: replacing the functions of torch.distributed also affects code without an
 engine, and misses functions imported by name; a `TorchDispatchMode` sees every kernel, at ten times

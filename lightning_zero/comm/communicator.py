@@ -12,6 +12,7 @@ WORLD:
 from __future__ import annotations
 
 import os
+import resource
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -42,7 +43,9 @@ from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.buffer import ScratchPool
 
-__all__ = ["Communicator", "Pending"]
+__all__ = ["Communicator", "Pending", "allow_connections"]
+
+_GROUPS_AT_ONCE = 8  # default group, control plane, channels, and gloo's data plane
 
 
 class Communicator:
@@ -142,6 +145,7 @@ class Communicator:
     def _open_group(self) -> None:
         """Makes the group of all ranks. Collective."""
         if has_world():
+            allow_connections(self.size)
             self._group = dist.new_group(timeout=self._timeout)
             self._groups = [self._group]
 
@@ -166,7 +170,9 @@ class Communicator:
 
         NCCL splits the group of all ranks once. The other backends make the groups one by one.
         """
-        is_bound = dist.group.WORLD.bound_device_id is not None  # else torch refuses to split
+        world = dist.group.WORLD
+        assert world is not None
+        is_bound = world.bound_device_id is not None  # else torch refuses to split
         if is_bound and dist.get_backend() == "nccl":
             return dist.split_group(self._group, groups, timeout=self._timeout)
         own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
@@ -419,6 +425,20 @@ class _HostPending:
     def wait(self) -> None:
         with self.waiting():
             self.pending.wait()
+
+
+def allow_connections(size: int) -> None:
+    """Raises this process's limit of open files to what the groups of `size` ranks may need.
+
+    gloo opens a connection to each rank in each group. The usual soft limit of 1,024 is for
+    programs that call select(). The hard limit, which an administrator sets, stays. Local.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1024 + _GROUPS_AT_ONCE * size
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _bytes_sent(nbytes: int, size: int) -> int:

@@ -63,7 +63,6 @@ class Vote(NamedTuple):
     history: int | None  # hash of all calls that all ranks have made
     stop_request: int | None
     has_deviated: bool
-    has_unused_gathers: bool  # it did not use a unit that the schedule unsharded
     allows_uneven_calls: bool
 
     def numbers(self) -> list[int]:
@@ -78,12 +77,14 @@ class Tally(NamedTuple):
 
     lowest: Vote
     highest: Vote
+    mask: bytes  # maximum over ranks, byte by byte
 
     @classmethod
-    def of(cls, numbers: Sequence[int]) -> Tally:
+    def of(cls, result: RoundResult) -> Tally:
         """Splits the minima of `Vote.numbers` over ranks."""
-        half = len(Vote._fields)
-        return cls(Vote._make(numbers[:half]), Vote._make([-n for n in numbers[half:]]))
+        half, numbers = len(Vote._fields), result.numbers
+        lowest, highest = numbers[:half], [-number for number in numbers[half:]]
+        return cls(Vote._make(lowest), Vote._make(highest), result.mask)
 
     @property
     def request(self) -> Request:
@@ -133,32 +134,29 @@ class RoundClient:
         self._unawaited.clear()
 
     def begin(
-        self, vote: Vote, state: LocalState, mask: bytes = b"", *, is_awaited: bool
+        self, vote: Vote, state: LocalState, name: str, mask: bytes = b"", *, is_awaited: bool
     ) -> Future[RoundResult]:
-        """Begins a round. If it is not awaited, a failed check aborts the waits of all ranks."""
-        name = "the next forward or backward"
+        """Begins a round for `name`. If it is not awaited, a failed check ends all ranks' waits."""
         check = partial(self._check, name, state, not is_awaited)
         pending = self._control_plane.begin_round(vote.numbers(), mask, check)
         if not is_awaited:
             self._unawaited.append(pending)
         return pending
 
-    def wait(self, pending: Future[RoundResult], name: str) -> tuple[Tally, bytes]:
-        """Waits, as `name`, for a round that has begun; returns its tally and its mask."""
+    def wait(self, pending: Future[RoundResult], name: str) -> Tally:
+        """Waits, as `name`, for a round that has begun."""
         with self._control_plane.waiting(name):
             result = pending.result()
         return self._accept(result)
 
-    def run_round(
-        self, vote: Vote, state: LocalState, name: str, mask: bytes = b""
-    ) -> tuple[Tally, bytes]:
+    def run_round(self, vote: Vote, state: LocalState, name: str, mask: bytes = b"") -> Tally:
         """Runs one round: `begin`, then `wait`."""
         with self._control_plane.waiting(name):
             check = partial(self._check, name, state, False)
             result = self._control_plane.run_round(vote.numbers(), mask, check)
         return self._accept(result)
 
-    def _accept(self, result: RoundResult) -> tuple[Tally, bytes]:
+    def _accept(self, result: RoundResult) -> Tally:
         """Raises the error of this round, or of an earlier one that was not awaited."""
         unawaited, self._unawaited = self._unawaited, []
         earlier: list[Exception | None] = []
@@ -170,7 +168,7 @@ class RoundClient:
         for error in (*earlier, result.error):
             if error is not None:
                 raise error
-        return Tally.of(result.numbers), result.mask
+        return Tally.of(result)
 
     # ---------------------------------------------------------------- checks
 
@@ -181,7 +179,7 @@ class RoundClient:
 
         `aborts`: no caller may wait for the round, so an error must end all waits.
         """
-        tally = Tally.of(result.numbers)
+        tally = Tally.of(result)
         request = tally.request
         error: Exception | None = None
         if request.kind is RequestKind.FAILED:
@@ -248,7 +246,7 @@ class RoundClient:
 
 
 def _are_desynchronized(tally: Tally) -> bool:
-    lowest, highest = tally
+    lowest, highest, _ = tally
     differs = lowest.request < highest.request or not tally.is_same("key")
     if lowest.allows_uneven_calls != highest.allows_uneven_calls:
         return True

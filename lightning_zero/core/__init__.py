@@ -18,6 +18,7 @@ Imports record, layout, tensors, health, comm and tiers.
     gradients     gradients of a bucket, from autograd's tensors to the main gradient
     param_grads   `.grad` of a bucket's parameters
     bucket_access what a parameter calls when code outside of the engine uses it
+    guard         finds non-finite gradients before they are reduced, and reports them
     norm          norms of sharded gradients, and clipping
     access        `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
     writes        detection of writes to parameters

@@ -37,7 +37,7 @@ from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
 from lightning_zero.core.schedule import Schedule, is_compiled
-from lightning_zero.core.unit import Call, Unit
+from lightning_zero.core.unit import Call, Unit, with_base
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
@@ -76,7 +76,7 @@ class Hooks:
         for unit in schedule.units[1:]:
             if not unit.buckets:
                 continue
-            owner = unit.module = module.get_submodule(unit.name)
+            owner = unit.attach(module)
             before = eager(self._pre_forward(unit))
             after = eager(self._post_forward(unit))
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
@@ -207,16 +207,11 @@ class Hooks:
             if module is not unit.module:
                 return
             self._schedule.pre_forward(unit)
-            call = Call()
-            unit.calls.append(call)
+            leaves: list[Any] = []
             if torch.is_grad_enabled() and not unit.stays_unsharded:
-                tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-                call.tensor_args = [(tensor, tensor.grad_fn) for tensor in tensors]
-                inputs = [tensor for tensor, node in call.tensor_args if node is not None]
-                call.prior_nodes = {seen.grad_fn for t in inputs for seen in _with_base(t)}
-                if inputs:
-                    unit.num_awaited += 1
-                    self._watch_inputs(unit, call, inputs)
+                leaves = tree_leaves((args, kwargs))
+            call = unit.begin_call([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            self._watch_inputs(unit, call)
 
         return hook
 
@@ -239,24 +234,19 @@ class Hooks:
 
         return hook
 
-    def _watch_inputs(self, unit: Unit, call: Call, inputs: Sequence[Tensor]) -> None:
-        """Calls `post_backward` when all gradients of `inputs` have arrived.
+    def _watch_inputs(self, unit: Unit, call: Call) -> None:
+        """Calls `post_backward` when all gradients of the inputs of `call` have arrived.
 
         torch's hook for several tensors would keep the graph alive: it holds the nodes that hold
         it. If a backward leaves out one of the inputs, `post_backward` is not called.
         """
-        by_key = {id(tensor): tensor for tensor in inputs}
-        call.input_keys = frozenset(by_key)
-        call.awaited = set(by_key)
 
         def arrived(key: int, _: Tensor) -> None:
-            if key in call.awaited:
-                call.awaited.discard(key)
-                if not call.awaited:
-                    self._schedule.post_backward(unit, call)
+            if call.arrive(key):
+                self._schedule.post_backward(unit, call)
 
-        for key, tensor in by_key.items():
-            for seen in _with_base(tensor):
+        for key, tensor in {id(tensor): tensor for tensor in call.inputs}.items():
+            for seen in with_base(tensor):
                 seen.register_hook(partial(arrived, key))
 
     def _watch_outputs(self, unit: Unit, call: Call, leaves: Sequence[Any]) -> None:
@@ -268,7 +258,7 @@ class Hooks:
         outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
         outputs += [tensor for tensor, node in call.tensor_args if tensor.grad_fn is not node]
         for tensor in outputs:
-            for seen in _with_base(tensor):
+            for seen in with_base(tensor):
                 if seen.grad_fn not in call.prior_nodes:
                     seen.register_hook(on_reached)
         hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
@@ -282,14 +272,6 @@ def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[
     for name, before in replaced.items():
         attributes.pop(name, None)
         attributes.update(before)
-
-
-def _with_base(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields `tensor`, and its base if it is a view of a tensor with a node in the graph."""
-    yield tensor
-    base = tensor._base
-    if base is not None and base.grad_fn is not None:
-        yield base
 
 
 def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:

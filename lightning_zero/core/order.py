@@ -3,7 +3,7 @@
 [Note: Collective order] Every rank issues the same all-gathers and reductions, its *events*, in the
 same order. No rank decides an event alone. A *pass* is the work between two boundaries: in training
 a forward with its backward, otherwise a forward. Its *key* is its kind, the parameters that train
-and, in training, the events of the training pass before it.
+and, in training, the all-gathers of the training pass before it and the units that any rank used.
 
 * A pass without a schedule is *negotiated*. A rank that needs a unit requests it in a round
   (comm/rounds.py). The lowest request of all ranks comes first, and every rank takes part in that
@@ -12,15 +12,17 @@ and, in training, the events of the training pass before it.
   decide all events, and every rank logs the same ones.
 * The first log of a key in which all ranks have requested the same units becomes its *recorded
   schedule*, with all-gathers moved ahead of reductions (`hoist_all_gathers` in passes.py); so does
-  any log that occurs twice in a row. The next pass with this key has no rounds: every rank replays
-  the schedule. It issues an event when it needs it, is ready for it, or needs a later one.
+  any log that occurs twice in a row. A log that lacks reductions is not recorded: the ranks did not
+  know in advance which gradients there would be. The next pass with this key has no rounds: every
+  rank replays the schedule. It issues an event when it needs it, is ready for it, or needs a later
+  one.
 * A rank that needs a unit which is not in the rest of its schedule issues that rest, with the
   available gradients, and then requests the unit. The other ranks answer at the end of their pass.
   Gradients that come after their reduction are *late*: they are reduced once more, after the end.
   Before its own backward such a rank reduces zeros; what the other ranks contributed is kept
   separate from `.grad`, which users may zero, until the rank enters its backward. A schedule that
   does not match two passes in a row is dropped: a rank requests a unit, gradients are late, or no
-  rank uses a unit that all have unsharded.
+  rank uses a unit that all have unsharded. A unit that some ranks use, as an expert, stays in it.
 
 Why this does not deadlock:
 
@@ -44,9 +46,10 @@ Why this does not deadlock:
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
 
-A boundary is a round in which no rank requests a unit any more. Such rounds also carry the
-gradients that any rank has touched, stop requests, and hashes of the trainable parameters and of
-all calls that the ranks have made; a mismatch of these hashes is an error on all ranks.
+A boundary is a round in which no rank requests a unit any more. Such rounds also carry the units
+that any rank has used, the gradients that any rank has touched, stop requests, and hashes of the
+trainable parameters and of all calls that the ranks have made; a mismatch of these hashes is an
+error on all ranks.
 
 Where uneven calls are allowed, ranks leave one after the other (core/lockstep.py). A rank that has
 left takes part in the passes of the others in the same way: it issues their schedules, or answers.
@@ -115,10 +118,11 @@ class CollectiveOrder:
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
-        self._backward_event = len(numels)
+        self._num_units = self._backward_event = len(numels)
         self._first_reduction = len(numels) + 1  # event of bucket 0
         self._has_units = any(numels)  # some units are sharded
-        self._rounds = RoundClient(control_plane, names, 2 * num_buckets + len(names))
+        num_bytes = 2 * (len(numels) + num_buckets) + len(names) + 1
+        self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._state = LocalState()
         self._stop_request: Callable[[], int | None] = lambda: None
@@ -189,6 +193,14 @@ class CollectiveOrder:
         return self._pass is not None and self._pass.is_training
 
     @property
+    def last_pass(self) -> int:
+        """Hash of the last training pass, on which the next one may depend; 0: it does not.
+
+        The same on every rank if the pass that is open has begun.
+        """
+        return self._recorded.last if self._has_units else 0
+
+    @property
     def _is_synchronized(self) -> bool:
         """Whether no rank is in a pass that this rank has ended."""
         return self._pass is None and self._ended is None and not self.allows_uneven_calls
@@ -205,15 +217,21 @@ class CollectiveOrder:
         self._state = self._state._replace(flags=bytes(flags or ()))
         self._flags_hash = None if flags is None else hash_of(self._state.flags)
         key = one_kind = hash_of(kind, self._flags_hash)
+        is_expected = False
         if flags is not None:
             key = self._recorded.training_key(one_kind)
-        one = self._pass = Pass(one_kind, key, flags is not None)
-        is_expected = one.is_training and key == self._recorded.expected_key()
-        one.is_begun = is_synchronized and is_expected
-        vote = self._vote(Request(RequestKind.BEGIN), key)
-        one.pending = self._rounds.begin(vote, self._state, is_awaited=not one.is_begun)
-        if one.is_begun:
-            one.schedule = self._recorded.schedule_of(key)
+            is_expected = is_synchronized and key == self._recorded.expected_key()
+        vote, used = self._vote(Request(RequestKind.BEGIN), key), self._used()
+        self._pass = Pass(
+            self._num_units,
+            one_kind,
+            key,
+            is_training=flags is not None,
+            is_uneven=self.allows_uneven_calls,
+            schedule=self._recorded.schedule_of(key) if is_expected else None,
+            is_begun=is_expected,
+            pending=self._rounds.begin(vote, self._state, kind, used, is_awaited=not is_expected),
+        )
 
     def wait_for_begin(self) -> None:
         """Waits until all ranks have begun this pass, unless it was expected."""
@@ -224,23 +242,18 @@ class CollectiveOrder:
         """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
         one = self._pass
         if one is None:
-            one = self._pass = Pass()
+            one = self._pass = Pass(self._num_units)
         if one.is_begun:
             return one
         assert one.pending is not None
         name = "the beginning of a pass"
-        tally, _ = self._rounds.wait(one.pending, name)
+        tally = self._rounds.wait(one.pending, name)
         while tally.request.kind < RequestKind.BEGIN:
             self._execute(tally)
             tally = self._run_round(Request(RequestKind.BEGIN), name, one.key)
         self._record(tally)
-        one.is_begun = True
-        one.log.clear()  # of a pass that failed on this rank first, and on others later
-        one.is_same_on_all_ranks = True
-        if not tally.is_same("key"):
-            one.key = None
-        if one.schedule is None:
-            one.schedule = self._recorded.schedule_of(one.key)
+        key = one.key if tally.is_same("key") else None
+        one.begin(key, self._recorded.schedule_of(key))
         return one
 
     def begin_backward(
@@ -258,13 +271,9 @@ class CollectiveOrder:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
-        if not one.reduction_order:
-            one.reduction_order = list(reduction_order)
-        if not self._has_units and one.schedule is None:
-            one.schedule = tuple([self._first_reduction + bucket for bucket in reduction_order])
-        elif not one.in_backward:
+        if self._has_units and not one.in_backward:
             self._advance_past(one, self._backward_event)
-        one.in_backward = True
+        one.begin_backward(reduction_order, has_units=self._has_units)
 
     def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
         """Ends a backward with a boundary; `conclude_backward` follows. Collective.
@@ -278,16 +287,18 @@ class CollectiveOrder:
         """
         self._finish_pass()
         request, name = Request(RequestKind.DONE), "the end of the backward on all ranks"
-        pending = self._rounds.begin(self._vote(request), self._state, mask(), is_awaited=True)
+        sent = self._used() + mask()
+        pending = self._rounds.begin(self._vote(request), self._state, name, sent, is_awaited=True)
         finish()
-        tally, touched = self._rounds.wait(pending, name)
+        tally = self._rounds.wait(pending, name)
         while tally.request.kind < RequestKind.DONE:
             self._execute(tally)
-            tally, touched = self._rounds.run_round(self._vote(request), self._state, name, mask())
+            sent = self._used() + mask()
+            tally = self._rounds.run_round(self._vote(request), self._state, name, sent)
         self._execute(tally)
         self._received_stop_request, self._num_boundaries = tally.stop_request, 0
         self._result = tally
-        return touched
+        return tally.mask[2 * self._num_units :]
 
     def conclude_backward(self, *, is_complete: bool) -> None:
         """Records the pass, after `finalize_backward`.
@@ -321,10 +332,10 @@ class CollectiveOrder:
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = Pass()  # a pass in which no other rank takes part
-        if may_repeat and unit in self._pass.used and unit not in self._pass.upcoming():
+            self._pass = Pass(self._num_units)  # a pass in which no other rank takes part
+        if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
             self.begin("another forward of a step")
-        self._pass.used.add(unit)
+        self._pass.mark_used(unit)
 
     def request_unshard(self, unit: int, *, is_backward: bool) -> None:
         """Issues the all-gather of a unit that this rank needs now, or answers one round.
@@ -335,7 +346,7 @@ class CollectiveOrder:
         if one.schedule is not None:
             if self._advance_past(one, unit, is_needed=True):
                 return
-            one.has_deviated = True
+            one.deviate()
             self._advance(len(one.schedule))
         kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
         tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
@@ -360,7 +371,7 @@ class CollectiveOrder:
         if one is None or one.schedule is None or one.cursor >= len(one.schedule):
             return None
         event = one.schedule[one.cursor]
-        return event if event < self._backward_event else None
+        return event if event < self._num_units else None
 
     def prefetch(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
@@ -371,47 +382,39 @@ class CollectiveOrder:
     def upcoming(self) -> Iterator[int]:
         """Units that the schedule has still to unshard."""
         if self._pass is not None:
-            yield from (event for event in self._pass.upcoming() if event < self._backward_event)
+            yield from (event for event in self._pass.upcoming() if event < self._num_units)
 
     def is_last_of_forward(self, unit: int) -> bool:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
         one = self._pass
-        if one is None or one.in_backward or one.upcoming()[:1] != (self._backward_event,):
+        if one is None or one.in_backward or one.next_event != self._backward_event:
             return False
-        issued = reversed((one.schedule or ())[: one.cursor])
-        return next((event for event in issued if event < self._backward_event), None) == unit
+        return one.last_gathered == unit
 
     def _advance_past(self, one: Pass, event: int, *, is_needed: bool = False) -> bool:
         """Issues the schedule up to `event`, included, if it is still to come."""
-        if one.schedule is None or event not in one.upcoming():
+        position = one.position_of(event)
+        if position is None:
             return False
-        self._advance(one.schedule.index(event, one.cursor) + 1, is_needed=is_needed)
+        self._advance(position + 1, is_needed=is_needed)
         return True
 
     def _advance(self, stop: int, *, is_needed: bool = False) -> None:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
         one = self._pass
         assert one is not None
-        while one.schedule is not None and one.cursor < stop:
-            event = one.schedule[one.cursor]
-            one.cursor += 1
-            is_kept = is_needed and one.cursor == stop
-            if event < self._backward_event:
-                one.has_unused_gathers |= not is_kept
-            self._issue(one, event, is_kept=is_kept)
+        while one.cursor < stop and (event := one.take_next()) is not None:
+            self._issue(one, event, is_kept=is_needed and one.cursor == stop)
 
     def _issue(self, one: Pass | None, event: int, *, is_kept: bool = False) -> None:
         """Issues an event of pass `one`."""
         self.is_issuing = True
-        bucket = event - self._first_reduction
         if one is not None:
-            one.log.append(event)
-        if event < self._backward_event:
+            one.issue(event)
+        if event < self._num_units:
             self._issuer.issue_unshard(event, is_kept=is_kept)
-        elif bucket >= 0:
-            if one is not None:
-                one.reduced.append(bucket)
-            self._issuer.issue_reduction(bucket)
+        elif event > self._backward_event:
+            self._issuer.issue_reduction(event - self._first_reduction)
         self.is_issuing = False
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
@@ -419,11 +422,11 @@ class CollectiveOrder:
         one, request, num_ready = self._ended or self._pass, tally.request, tally.lowest.num_ready
         is_unit = request.kind < RequestKind.BEGIN
         if one is not None and is_unit:
-            one.is_same_on_all_ranks &= tally.lowest.request == tally.highest.request
+            one.compare(tally)
         if one is not None and one.schedule is None:
             is_backward = request.kind is RequestKind.BACKWARD or num_ready
             if is_backward and self._backward_event not in one.log:
-                one.log.append(self._backward_event)  # where all ranks have begun backward
+                one.issue(self._backward_event)  # where all ranks have begun backward
             while len(one.reduced) < min(num_ready, len(one.reduction_order)):
                 self._issue(one, self._first_reduction + one.reduction_order[len(one.reduced)])
         if is_unit:
@@ -448,7 +451,8 @@ class CollectiveOrder:
                 break
             if tally.request.kind is RequestKind.BEGIN:  # others begin a pass: follow it
                 key = tally.lowest.key if tally.is_same("key") else None
-                self._pass = Pass(key=key, schedule=self._recorded.schedule_of(key))
+                schedule = self._recorded.schedule_of(key)
+                self._pass = Pass(self._num_units, key=key, is_uneven=True, schedule=schedule)
                 self._finish_pass()
         self._set_call("")
         self._received_stop_request = tally.stop_request
@@ -459,11 +463,18 @@ class CollectiveOrder:
 
     def _rest_of(self, one: Pass, kind: int) -> Pass:
         """The rest of a training pass after a barrier, as a pass of its own."""
-        rest = Pass(kind, self._recorded.training_key(kind), is_training=True)
-        rest.schedule = self._recorded.schedule_of(rest.key)
-        rest.in_backward, rest.ready = one.in_backward, one.ready
-        rest.reduction_order = [b for b in one.reduction_order if b not in one.reduced]
-        return rest
+        key = self._recorded.training_key(kind)
+        return Pass(
+            self._num_units,
+            kind,
+            key,
+            is_training=True,
+            is_uneven=one.is_uneven,
+            schedule=self._recorded.schedule_of(key),
+            in_backward=one.in_backward,
+            reduction_order=[b for b in one.reduction_order if b not in one.reduced],
+            ready=one.ready,
+        )
 
     def _set_call(self, name: str) -> None:
         """Sets the call that all ranks make now, for the text of an error."""
@@ -474,12 +485,14 @@ class CollectiveOrder:
     def expects_collectives(self) -> bool:
         """Whether to watch for collectives of the user's in this pass; the same on every rank.
 
-        A schedule is trusted if no pass has had one.
+        Not if no pass has had one, and no rank is expected to deviate from the schedule: all ranks
+        have replayed it before, and have never requested different units.
         """
         one = self._pass
         if one is None or not self._has_units:
             return False
-        return self._has_collectives or not one.is_begun or one.schedule is None
+        is_trusted = one.schedule is not None and self._recorded.is_trusted(one.key)
+        return self._has_collectives or not is_trusted
 
     def barrier_before_collective(self, name: str) -> None:
         """As `barrier`, before a collective of the user's within a pass."""
@@ -502,7 +515,7 @@ class CollectiveOrder:
             return
         self._set_call(name)
         vote = self._vote(Request(RequestKind.BARRIER), hash_of(name))
-        self._rounds.begin(vote, self._state, is_awaited=False)
+        self._rounds.begin(vote, self._state, name, is_awaited=False)
         self._set_call("")
         self.note(name)
 
@@ -544,7 +557,7 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- rounds
 
     def _vote(self, request: Request, key: int | None = None) -> Vote:
-        one = self._ended or self._pass or Pass()
+        one = self._ended or self._pass or Pass(self._num_units)
         is_all = one.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
@@ -559,9 +572,14 @@ class CollectiveOrder:
             self._history if is_compared else None,
             self._stop_request(),
             one.has_deviated,
-            one.has_unused_gathers,
             self.allows_uneven_calls,
         )
 
     def _run_round(self, request: Request, name: str, key: int | None = None) -> Tally:
-        return self._rounds.run_round(self._vote(request, key), self._state, name)[0]
+        is_boundary = request.kind >= RequestKind.BEGIN
+        mask = self._used() if is_boundary else b""
+        return self._rounds.run_round(self._vote(request, key), self._state, name, mask)
+
+    def _used(self) -> bytes:
+        """Units that this rank has used in the pass that it has ended: see `Pass.used`."""
+        return bytes(2 * self._num_units if self._ended is None else self._ended.used)

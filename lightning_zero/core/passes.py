@@ -9,11 +9,12 @@ An event is one integer. With n units it means:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate, takewhile
+from operator import gt
 
 from lightning_zero.comm.control import RoundResult
 from lightning_zero.comm.rounds import Tally
@@ -29,26 +30,51 @@ _MAX_KEYS = 1000  # where every pass has a new key, no schedule would be used ag
 class Pass:
     """Progress of this rank through one pass."""
 
+    num_units: int
     kind: int = 0  # hash of the kind and of the parameters that train
     key: int | None = None  # None: the pass is not recorded
     is_training: bool = False
+    is_uneven: bool = False  # other ranks may make fewer passes
     schedule: tuple[int, ...] | None = None  # events to issue, in order
-    cursor: int = 0  # index of the next event of the schedule
-    pending: Future[RoundResult] | None = None  # the round that begins the pass
-    is_begun: bool = True  # that round has ended, or need not end before the first event
-    log: list[int] = field(default_factory=list)  # events issued
+    is_begun: bool = True  # its first round has ended, or need not end before the first event
+    pending: Future[RoundResult] | None = None  # that round
     in_backward: bool = False
     reduction_order: list[int] = field(default_factory=list)  # buckets, without a schedule
     ready: set[int] = field(default_factory=set)  # buckets with all their gradients
-    reduced: list[int] = field(default_factory=list)  # buckets
-    used: set[int] = field(default_factory=set)  # units
-    is_same_on_all_ranks: bool = True  # all ranks have requested the same units
-    has_deviated: bool = False
-    has_unused_gathers: bool = False
+    cursor: int = field(default=0, init=False)  # index of the next event of the schedule
+    log: list[int] = field(default_factory=list, init=False)  # events issued
+    reduced: list[int] = field(default_factory=list, init=False)  # buckets
+    used: bytearray = field(init=False)  # units that this rank used: in forward, then in backward
+    is_same_on_all_ranks: bool = field(default=True, init=False)  # they requested the same units
+    has_deviated: bool = field(default=False, init=False)
 
-    def upcoming(self) -> tuple[int, ...]:
+    def __post_init__(self) -> None:
+        self.used = bytearray(2 * self.num_units)
+
+    @property
+    def next_event(self) -> int | None:
+        """The next event of the schedule; None: there is none."""
+        schedule = self.schedule
+        if schedule is None or self.cursor >= len(schedule):
+            return None
+        return schedule[self.cursor]
+
+    def position_of(self, event: int) -> int | None:
+        """Index of `event` in the rest of the schedule; None: it is not in it."""
+        try:
+            return self.schedule.index(event, self.cursor) if self.schedule else None
+        except ValueError:
+            return None
+
+    def upcoming(self) -> Iterator[int]:
         """Events of the schedule that have not been issued."""
-        return self.schedule[self.cursor :] if self.schedule else ()
+        schedule = self.schedule or ()
+        return (schedule[index] for index in range(self.cursor, len(schedule)))
+
+    @property
+    def last_gathered(self) -> int | None:
+        """The unit whose all-gather has been issued last; None: there was none."""
+        return next((event for event in reversed(self.log) if event < self.num_units), None)
 
     @property
     def num_ready(self) -> int:
@@ -56,14 +82,85 @@ class Pass:
         order = self.reduction_order
         return next((i for i, b in enumerate(order) if b not in self.ready), len(order))
 
+    def begin(self, key: int | None, schedule: tuple[int, ...] | None) -> None:
+        """All ranks have begun the pass, with this key."""
+        self.key, self.is_begun, self.is_same_on_all_ranks = key, True, True
+        self.log.clear()  # of a pass that failed on this rank first, and on others later
+        if self.schedule is None:
+            self.schedule = schedule
 
-@dataclass
+    def begin_backward(self, reduction_order: Sequence[int], *, has_units: bool) -> None:
+        """This rank begins its backward. Without units the reductions are the schedule."""
+        self.in_backward = True
+        if not self.reduction_order:
+            self.reduction_order = list(reduction_order)
+        if not has_units and self.schedule is None:
+            self.schedule = tuple([self.num_units + 1 + bucket for bucket in reduction_order])
+
+    def mark_used(self, unit: int) -> None:
+        """This rank uses `unit`."""
+        self.used[unit + self.num_units * self.in_backward] = 1
+
+    def take_next(self) -> int | None:
+        """Moves past the next event of the schedule, and returns it."""
+        schedule, index = self.schedule, self.cursor
+        if schedule is None or index >= len(schedule):
+            return None
+        self.cursor = index + 1
+        return schedule[index]
+
+    def issue(self, event: int) -> None:
+        """Logs an event that is issued now."""
+        self.log.append(event)
+        if event > self.num_units:
+            self.reduced.append(event - self.num_units - 1)
+
+    def deviate(self) -> None:
+        """This rank needs a unit that is not in the rest of the schedule."""
+        self.has_deviated = True
+
+    def compare(self, tally: Tally) -> None:
+        """Notes whether all ranks have requested the same unit in a round."""
+        self.is_same_on_all_ranks &= tally.lowest.request == tally.highest.request
+
+
 class _Recording:
-    """Recorded schedule of one pass key."""
+    """Recorded schedule of one pass key.
 
-    digest: int | None = None  # hash of the log of the last pass without a schedule
-    schedule: tuple[int, ...] | None = None
-    num_mismatches: int = 0  # in a row
+    Attributes:
+        schedule: The schedule; None: there is none, or it has been dropped.
+        digest: Hash of the all-gathers of the last pass without a schedule.
+        has_matched: Whether all ranks have replayed a schedule.
+    """
+
+    def __init__(self) -> None:
+        self.schedule: tuple[int, ...] | None = None
+        self.digest: int | None = None
+        self.has_matched = False
+        self._gathered = b""  # units that the schedule unshards, in the form of `Pass.used`
+        self._num_mismatches = 0  # in a row
+
+    def log(self, digest: int, schedule: tuple[int, ...] | None, num_units: int) -> None:
+        """Notes a pass without a schedule; adopts `schedule`, which was made of its log."""
+        self.digest = digest
+        if schedule is None:
+            return
+        self.schedule, self._num_mismatches = schedule, 0
+        gathered, offset = bytearray(2 * num_units), 0
+        for event in schedule:
+            if event < num_units:
+                gathered[event + offset] = 1
+            elif event == num_units:
+                offset = num_units
+        self._gathered = bytes(gathered)
+
+    def replay(self, used: bytes, *, has_deviated: bool) -> None:
+        """Judges the schedule after a pass; drops it after several passes without a match."""
+        is_match = not has_deviated and not any(map(gt, self._gathered, used))
+        self.has_matched |= is_match
+        self._num_mismatches = 0 if is_match else self._num_mismatches + 1
+        if self._num_mismatches == _MAX_MISMATCHES:
+            self.schedule = None
 
 
 class RecordedSchedules:
@@ -72,6 +169,10 @@ class RecordedSchedules:
     Args:
         numels: Elements of each unit.
         prefetch_numel: See `hoist_all_gathers`.
+
+    Attributes:
+        last: Hash of the all-gathers of the last training pass, and of the units that any rank used
+            in it; 0: there was none.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
@@ -83,14 +184,15 @@ class RecordedSchedules:
     def reset(self) -> None:
         """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
-        self._last = 0  # hash of the last training pass; 0: there was none
+        self.last = 0
+        self._have_ranks_differed = False  # some rank has requested other units than the others
         # Key of the last training passes, and how many in a row had it.
         self._run: tuple[int | None, int] = (None, 0)
         self._changes: dict[tuple[int | None, int], int] = {}  # the other key that followed a run
 
     def training_key(self, kind: int) -> int:
         """Key of a training pass of this kind that begins now."""
-        return hash_of(kind, self._last)
+        return hash_of(kind, self.last)
 
     def expected_key(self) -> int | None:
         """Key that the next training pass is expected to have; None: unknown.
@@ -105,22 +207,36 @@ class RecordedSchedules:
         recording = self._recordings.get(key) if key is not None else None
         return recording.schedule if recording is not None else None
 
+    def is_trusted(self, key: int | None) -> bool:
+        """Whether all ranks have replayed the schedule of `key`, and have never differed."""
+        recording = self._recordings.get(key) if key is not None else None
+        return not self._have_ranks_differed and recording is not None and recording.has_matched
+
     def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
-        """Records a pass that has ended; called at a boundary."""
+        """Records a pass that has ended; called at a boundary.
+
+        A training pass that other ranks may leave out does not count as the last one.
+        """
+        if not one.is_uneven:
+            differs = tally.lowest.has_deviated < tally.highest.has_deviated
+            self._have_ranks_differed |= differs or not one.is_same_on_all_ranks
         if one.key is None:
             return
         if max(len(self._recordings), len(self._changes)) > _MAX_KEYS:
             self._recordings.clear()
             self._changes.clear()
-        if one.is_training:
+        is_counted = one.is_training and not one.is_uneven
+        if is_counted:
             self._extend_run(one.key)
         last = one.kind
         if self._has_units:
-            if one.schedule is None and is_incomplete:
-                return  # its log lacks the reductions that follow
-            last = self._record_log(one, tally, is_incomplete=is_incomplete)
-        if one.is_training:
-            self._last = last
+            used = tally.mask[: len(one.used)]  # by any rank
+            last = hash_of(self._record_log(one, tally, used, is_incomplete=is_incomplete), used)
+            if is_counted and not self.last and one.key in self._recordings:
+                # An equal pass is likely to follow.
+                self._recordings[hash_of(one.kind, last)] = self._recordings[one.key]
+        if is_counted:
+            self.last = last
 
     def _extend_run(self, key: int) -> None:
         last, length = self._run
@@ -132,34 +248,27 @@ class RecordedSchedules:
                 self._changes[self._run] = key
             self._run = key, 1
 
-    def _record_log(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> int:
-        """Adopts or judges the schedule of a pass; returns the hash of its log.
+    def _record_log(self, one: Pass, tally: Tally, used: bytes, *, is_incomplete: bool) -> int:
+        """Adopts or judges the schedule of a pass; returns a hash of its all-gathers.
 
         A log is adopted if it is the first of its key, and the same on all ranks, or if it repeats.
         """
         assert one.key is not None
-        recording = self._recordings.setdefault(one.key, _Recording())
-        digest = hash_of(one.log)
-        if one.schedule is None:
+        recording = self._recordings.get(one.key)
+        if one.schedule is not None and recording is not None and recording.digest is not None:
+            has_deviated = tally.highest.has_deviated or is_incomplete  # on any rank
+            recording.replay(used, has_deviated=has_deviated)
+            if not tally.lowest.has_deviated:
+                return recording.digest  # it has matched on some rank
+        digest = hash_of([event for event in one.log if event <= one.num_units])
+        if one.schedule is None and not is_incomplete:
+            recording = self._recordings.setdefault(one.key, _Recording())
             is_first = recording.digest is None and one.is_same_on_all_ranks
+            schedule = None
             if (is_first or recording.digest == digest) and len(one.log) < _MAX_LOGGED:
-                log = tuple(one.log)
-                recording.schedule = hoist_all_gathers(log, self._numels, self._prefetch_numel)
-                recording.num_mismatches = 0
-            recording.digest = digest
-            if one.is_training and not self._last:  # an equal pass is likely to follow
-                self._recordings[hash_of(one.kind, digest)] = recording
-            return digest
-        has_deviated = tally.highest.has_deviated or is_incomplete  # on any rank
-        has_unused_gathers = tally.lowest.has_unused_gathers  # on all ranks
-        is_mismatch = has_deviated or has_unused_gathers
-        recording.num_mismatches = recording.num_mismatches + 1 if is_mismatch else 0
-        if recording.num_mismatches == _MAX_MISMATCHES:
-            recording.schedule = None
-        # A pass that has matched on some rank counts as the recorded one.
-        if tally.lowest.has_deviated or recording.digest is None:
-            return digest
-        return recording.digest
+                schedule = hoist_all_gathers(one.log, self._numels, self._prefetch_numel)
+            recording.log(digest, schedule, one.num_units)
+        return digest
 
 
 def hoist_all_gathers(

@@ -13,6 +13,7 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
 
@@ -28,6 +29,7 @@ class Reducer:
     Attributes:
         ends_step: Whether the next backward, or the one in progress, is of the last micro-batch.
         in_flight: Bucket whose reduction is in flight.
+        guard: Looks at gradients before they are reduced.
         has_stepped: Whether an optimizer has stepped since the last backward.
         is_mid_step: Whether the last backward ended no step, and its means have not been needed
             since: gradients are local, or averaged over the shard group only.
@@ -45,6 +47,8 @@ class Reducer:
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
+        self.guard = NonfiniteGuard(buckets, comm.control, config)
+        self._has_nonfinite = False  # on any rank, in this backward
         self._is_in_backward = False  # on this rank
         self._trainable: Trainable = ()  # in this backward
         self.ends_step = True
@@ -52,8 +56,10 @@ class Reducer:
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
-        # Slots with gradients in the last backward of each trainable set. A GAN has two such sets.
-        self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
+        # Slots with gradients, by bucket, in the last backward with the same trainable parameters
+        # (a GAN has two sets of them) and, if there was one, after the same pass (heads alternate).
+        self._touched: dict[tuple[Trainable, int], dict[Bucket, list[bool]]] = {}
+        self._last_pass = 0  # the pass before this backward
         self.in_flight: Bucket | None = None
         self.has_stepped = False
         self.is_mid_step = False
@@ -79,19 +85,29 @@ class Reducer:
 
     def begin(self, trainable: Trainable) -> None:
         """Before a backward: detaches reduced gradients from `.grad`. Local."""
+        self.guard.begin(is_new_step=self.has_stepped)
         self._is_in_backward, self.has_stepped = True, False
         self._completed = []
         self._trainable = trainable
-        touched = self._touched.get(self._trainable, {})
+        touched = self._last_touched(trainable) or {}
         outlives_backward = not self.reduces
         for bucket in self._buckets:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
 
+    def begin_pass(self, *, ends_step: bool) -> None:
+        """Notes whether the next backward is of the last micro-batch. Local."""
+        self.ends_step = ends_step
+
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
-        touched = self._touched.get(trainable)
+        self._last_pass = self._order.last_pass
+        touched = self._last_touched(trainable)
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
+
+    def _last_touched(self, trainable: Trainable) -> dict[Bucket, list[bool]] | None:
+        last = self._touched.get((trainable, self._last_pass))
+        return last or self._touched.get((trainable, 0))
 
     def complete(self, bucket: Bucket) -> None:
         """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
@@ -104,14 +120,18 @@ class Reducer:
         if self.reduces:
             if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
-            self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
+            touched = self._reduce_remaining(completes=self.ends_step)
+            for last_pass in (0, self._last_pass):
+                self._touched[self._trainable, last_pass] = touched
         else:
+            self.guard.look_at_local()
             for bucket in self._buckets:
                 bucket.grads.set_param_grads()  # no reduction in this micro-batch
         self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
+        self._report_nonfinite()
 
     def reset(self, *, has_regrouped: bool = False) -> None:
         """After an exception, when gradients have been dropped. Local.
@@ -119,6 +139,8 @@ class Reducer:
         `has_regrouped`: whether the order of reductions may differ between ranks.
         """
         self._comm.free_scratch()
+        self.guard.reset()
+        self._has_nonfinite = False
         self._touched.clear()  # ranks may differ
         self.in_flight = None
         self._reduced = set()
@@ -139,6 +161,7 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         self.finish()
+        self.guard.look(bucket)
         bucket.grads.reduce()
         self._reduced.add(bucket)
         self.in_flight = bucket
@@ -157,12 +180,17 @@ class Reducer:
     # ---------------------------------------------------------------- end of backward, and step
 
     def _mask(self) -> bytes:
-        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot."""
+        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot.
+
+        The last one: this rank has found a non-finite gradient.
+        """
+        self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        return bytes([*late, *partial, *own])
+        has_found = self.guard.has_found(ends_step=self.ends_step)
+        return bytes([*late, *partial, *own, has_found])
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
@@ -178,6 +206,7 @@ class Reducer:
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
+        self._has_nonfinite = mask[start]
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
@@ -192,6 +221,12 @@ class Reducer:
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         return touched
+
+    def _report_nonfinite(self) -> None:
+        """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
+        has_nonfinite, self._has_nonfinite = self._has_nonfinite, False
+        if has_nonfinite:
+            self.guard.report()
 
     def _agree_on_sequence(self) -> bool:
         """Fixes the order of reductions once: rank 0's order of completion. Collective.
@@ -229,6 +264,8 @@ class Reducer:
             self.ends_step = True
             self._reduce_remaining(completes=True)
             self._comm.free_scratch()
+            self.is_mid_step = False
+            self._report_nonfinite()
         elif self._comm.mesh.num_replicas > 1:
             mask = self._order.finalize_backward(self._mask, self.finish)
             self._order.conclude_backward(is_complete=True)

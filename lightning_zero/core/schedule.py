@@ -94,6 +94,10 @@ class SharedBuffers:
             return False
         return next(self._module.buffers(), None) is not None
 
+    def note_forward(self, *, may_change: bool) -> None:
+        """Notes a forward that changes buffers or not, as far as the next copy must know."""
+        self.are_fresh = not may_change
+
     def refresh(self) -> None:
         """Copies rank 0's buffers to all ranks, unless they are fresh. Collective."""
         self._has_shared = not self.are_fresh
@@ -229,7 +233,9 @@ class Schedule:
         self.prepare(copies_buffers=copies)
         if copies:
             # A forward in training may change them (BatchNorm), whether a backward follows or not.
-            self.shared.are_fresh = self.is_accumulating or not torch.is_grad_enabled()
+            self.shared.note_forward(
+                may_change=not self.is_accumulating and torch.is_grad_enabled()
+            )
         self.unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
@@ -238,7 +244,7 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
-        ends_step = self.reducer.ends_step = not self.is_accumulating
+        self.reducer.begin_pass(ends_step=not self.is_accumulating)
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -247,7 +253,7 @@ class Schedule:
         elif self.unsharder.is_needed or self.reducer.has_stepped:
             # Without sharded parameters, only a forward after a step waits for all-gathers.
             kind = "a forward and its backward"
-            if not ends_step:
+            if self.is_accumulating:
                 kind += ", of several"
             self.order.begin(kind, self.reducer.trainable())
 
@@ -365,7 +371,7 @@ class Schedule:
                 f"{reason}; its {unit.numel} elements stay unsharded throughout each step.",
                 stacklevel=2,
             )
-        unit.stays_unsharded = True
+        unit.keep_unsharded()
 
     def unshard_out_of_order(self, bucket: Bucket, name: str) -> None:
         """Unshards `bucket` because parameter `name` is used outside its unit's forward.
@@ -418,9 +424,11 @@ class Schedule:
             _check_all_hooked(self._module)
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
-        self.reducer.ends_step = reduces
+        self.reducer.begin_pass(ends_step=reduces)
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
+            if self.unsharder.is_needed:
+                self.order.wait_for_begin()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin(trainable)
         self.unsharder.begin_backward()
@@ -431,25 +439,19 @@ class Schedule:
         if unit.is_unsharded and call in unit.entered:
             return  # reached before, by another output or the base of a view
         self._last_used = unit.name
-        if call.is_done:  # the graph is traversed again
-            call.is_done = False
-            call.awaited = set(call.input_keys)
-            unit.num_awaited += 1
-        unit.entered.add(call)
+        unit.enter_backward(call)
         if self._is_in_backward:
             with record_function(f"zero::pre_backward {unit.name}"):
                 self.unsharder.unshard(unit)
                 self._recorder.begin_layer(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be traversed again.
-            unit.stays_unsharded = True
+            unit.keep_unsharded()
             self.unsharder.unshard(unit)
 
     def post_backward(self, unit: Unit, call: Call) -> None:
         """Reshards `unit` when backward has left `call` and all other calls of it."""
-        unit.num_awaited -= 1
-        call.is_done = True
-        unit.entered.discard(call)
+        unit.leave_backward(call)
         if unit.entered:
             return  # this call's input came from an earlier call, which backward has not left yet
         if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:

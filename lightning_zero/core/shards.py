@@ -127,7 +127,7 @@ class Shards:
             self._previous_master = held, store.fetch(0, store.numel).clone()
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
-            self.param_shard.tensor = self.own_slice
+            self.param_shard.rebind(self.own_slice)
 
     # ---------------------------------------------------------------- parameters and master
 

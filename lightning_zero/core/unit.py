@@ -10,7 +10,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.order import CollectiveOrder
@@ -18,30 +17,57 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "PrefetchUnit", "Unit", "Unsharder", "prefetch"]
+__all__ = ["Call", "PrefetchUnit", "Unit", "Unsharder", "prefetch", "with_base"]
 
 
 class Call:
     """One forward of a unit.
 
+    Args:
+        tensors: Tensor arguments.
+
     Attributes:
         tensor_args: Tensor arguments with the nodes that made them; empty after the forward.
+        inputs: Those of them that have nodes: their gradients show that backward has left the call.
         prior_nodes: Those nodes, and the nodes of the tensors that the arguments are views of.
-        input_keys: Keys of the inputs whose gradients show that backward has left this call.
-        awaited: Keys of inputs whose gradients have not arrived since backward entered this call.
-        is_done: Whether backward has left this call.
     """
 
-    def __init__(self) -> None:
-        self.tensor_args: list[tuple[Tensor, Node | None]] = []
-        self.prior_nodes: set[Node | None] = set()
-        self.input_keys: frozenset[int] = frozenset()
-        self.awaited: set[int] = set()
-        self.is_done = False
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self.tensor_args = [(tensor, tensor.grad_fn) for tensor in tensors]
+        self.inputs = [tensor for tensor, node in self.tensor_args if node is not None]
+        self.prior_nodes = {seen.grad_fn for t in self.inputs for seen in with_base(t)}
+        self._input_keys = frozenset(map(id, self.inputs))
+        self._awaited = set(self._input_keys)  # since backward entered this call
+        self._is_done = False  # backward has left this call
 
     def release_args(self) -> None:
         """Drops the references to the arguments after the forward, so that they can be freed."""
-        self.tensor_args, self.prior_nodes = [], set()
+        self.tensor_args, self.inputs, self.prior_nodes = [], [], set()
+
+    def arrive(self, key: int) -> bool:
+        """The gradient of an input has arrived, maybe again; returns whether it was the last."""
+        is_new = key in self._awaited
+        self._awaited.discard(key)
+        return is_new and not self._awaited
+
+    def enter(self) -> bool:
+        """Backward enters this call; returns whether it had left it before."""
+        is_again, self._is_done = self._is_done, False
+        if is_again:
+            self._awaited = set(self._input_keys)
+        return is_again
+
+    def leave(self) -> None:
+        """Backward has left this call."""
+        self._is_done = True
+
+
+def with_base(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns `tensor`, and its base if it is a view of a tensor with a node in the graph."""
+    base = tensor._base
+    if base is None or base.grad_fn is None:
+        return (tensor,)
+    return tensor, base
 
 
 class Unit:
@@ -82,6 +108,11 @@ class Unit:
         if bucket.shards_params:
             self.buckets.append(bucket)
 
+    def attach(self, root: nn.Module) -> nn.Module:
+        """Finds the unit's module below `root`, and returns it."""
+        self.module = root.get_submodule(self.name)
+        return self.module
+
     def count_bucket(self, is_unsharded: bool) -> None:
         """Counts a bucket that is now unsharded, or no longer."""
         self._num_unsharded += 1 if is_unsharded else -1
@@ -90,6 +121,35 @@ class Unit:
             self.unsharded_units.add(self)
         else:
             self.unsharded_units.discard(self)
+
+    def keep_unsharded(self) -> None:
+        """Keeps the unit unsharded from the beginning to the end of every step, from now on."""
+        self.stays_unsharded = True
+
+    # ---------------------------------------------------------------- calls
+
+    def begin_call(self, tensors: Sequence[Tensor]) -> Call:
+        """Begins a forward with these tensor arguments; [] if its backward is not watched."""
+        call = Call(tensors)
+        self.calls.append(call)
+        self.num_awaited += bool(call.inputs)
+        return call
+
+    def enter_backward(self, call: Call) -> None:
+        """Backward has reached an output of `call`, perhaps not for the first time."""
+        self.num_awaited += call.enter()  # the graph is traversed again
+        self.entered.add(call)
+
+    def leave_backward(self, call: Call) -> None:
+        """All gradients of the inputs of `call` have arrived."""
+        self.num_awaited -= 1
+        call.leave()
+        self.entered.discard(call)
+
+    def reset_backward(self) -> None:
+        """Forgets the backward in progress, which has ended or never will."""
+        self.num_awaited = 0
+        self.entered.clear()
 
     @property
     def is_backward_done(self) -> bool:
@@ -230,8 +290,7 @@ class Unsharder:
         self._is_backward = False
         self._unclaimed.clear()
         for unit in self.units:
-            unit.num_awaited = 0
-            unit.entered.clear()
+            unit.reset_backward()
 
 
 class PrefetchUnit(Protocol):
@@ -249,8 +308,6 @@ def prefetch(
     num_prefetched: int,
 ) -> None:
     """Unshards the next units of the schedule, as far as the settings allow.
-
-    The engine and the planner share these rules.
 
     Args:
         order: Decides which unit comes next.

@@ -5,6 +5,7 @@
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
     offloaded     what is moved to CPU memory while generation needs the device
     counting      bytes held, for `memory_report`
+    fingerprints  fingerprints of what several ranks hold, compared between them
     consistency   descriptions that must be the same on every rank
 
 Begin with `engine`.

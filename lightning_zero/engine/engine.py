@@ -29,6 +29,7 @@ from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.construction.materialize import check_can_materialize, materialize
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
+from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
@@ -70,6 +71,7 @@ from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
+from lightning_zero.tiers.threads import set_step_threads
 
 __all__ = ["Engine"]
 
@@ -117,6 +119,11 @@ class Engine:
         RuntimeError: Another rank was given an argument that cannot be used.
     """
 
+    # The planner's subclass has others, which move no data and probe nothing.
+    _communicator_class: type[Communicator] = Communicator
+    _storage_class: type[Storage] = Storage
+    _check_and_probe: Callable[..., ProbeResult] = staticmethod(check_and_probe)
+
     def __init__(
         self,
         module: nn.Module,
@@ -132,7 +139,7 @@ class Engine:
         self.module = module
         self.config = config = config or ZeroConfig()
         open_comm = partial(
-            Communicator,
+            self._communicator_class,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
@@ -140,7 +147,12 @@ class Engine:
         )
         self._is_ready = False  # `schedule` and `lockstep` exist
         comm, device, probed, checkpointed_modules, warned = _begin_together(
-            module, optimizers, config, device=device, open_comm=open_comm
+            module,
+            optimizers,
+            config,
+            device=device,
+            open_comm=open_comm,
+            look=self._check_and_probe,
         )
         for text in warned if comm.rank == 0 else ():
             warnings.warn(text, stacklevel=2)
@@ -148,7 +160,7 @@ class Engine:
         self.comm = comm
         self.recorder = comm.recorder
         self.plan = _plan_together(module, config, comm, probed)
-        self.storage = _open_storage(config, self.plan, comm)
+        self.storage = _open_storage(self._storage_class, config, self.plan, comm)
         self.worker = StepWorker(device)
         self.average_buckets: list[Bucket] = []
         self._is_closed = False
@@ -168,7 +180,7 @@ class Engine:
                 comm,
                 worker=self.worker if config.overlap_step else None,
                 check_and_probe=partial(
-                    check_and_probe, module=module, config=config, device=device
+                    self._check_and_probe, module=module, config=config, device=device
                 ),
             )
             for optimizer, found in probed:
@@ -215,6 +227,11 @@ class Engine:
             bucket.masters.load(values_reader(awaited))
         return bucket
 
+    @property
+    def guard(self) -> NonfiniteGuard:
+        """Guard against non-finite gradients, with its last report."""
+        return self.schedule.reducer.guard
+
     def _before_collective(self, name: str) -> None:
         """Has all ranks issue collective `name` together, also if some are still in a pass."""
         if self._is_ready:
@@ -234,15 +251,21 @@ class Engine:
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs `loss.backward(...)` and averages gradients over ranks. Collective."""
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.backward_context(retain_graph=retain_graph):
+        with self.backward_context(retain_graph=retain_graph, loss=loss):
             loss.backward(*args, **kwargs)
 
-    def backward_context(self, *, retain_graph: bool = False) -> AbstractContextManager[None]:
+    def backward_context(
+        self, *, retain_graph: bool = False, loss: Tensor | None = None, has_scaler: bool = False
+    ) -> AbstractContextManager[None]:
         """Context for a backward that the caller runs itself.
 
         Args:
             retain_graph: Whether another backward through the same graph follows.
+            loss: Loss for reports of non-finite gradients. None: they leave it out.
+            has_scaler: Whether a loss scaler skips steps with non-finite gradients, so that
+                `on_nonfinite` only reports them.
         """
+        self.guard.note_loss(loss, has_scaler=has_scaler)
         reduces = not self.schedule.is_accumulating
         if reduces:
             self.optimizers.read_ahead()
@@ -542,6 +565,7 @@ def _begin_together(
     *,
     device: torch.device | None,
     open_comm: Callable[..., Communicator],
+    look: Callable[..., ProbeResult],
 ) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
     """Checks the arguments of an engine and opens its groups if all ranks were given the same.
 
@@ -565,8 +589,9 @@ def _begin_together(
         warned += alias_texts(module)
         device = _find_device(module, device)
         warned += queue_warnings(device) if config.separates_gathers else []
+        warned += set_step_threads(device) if config.offload_optimizer is not None else []
         check_can_materialize(module)
-        look = partial(check_and_probe, module=module, config=config, device=device)
+        look = partial(look, module=module, config=config, device=device)
         probed = [(optimizer, look(optimizer)) for optimizer in given]
         checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
         descriptions = {"the installed versions": describe_software()} | describe_module(
@@ -684,11 +709,13 @@ def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
     return Budgets(*comm.control.min_ints([free, cpu]))
 
 
-def _open_storage(config: ZeroConfig, plan: Plan, comm: Communicator) -> Storage:
+def _open_storage(
+    storage_class: type[Storage], config: ZeroConfig, plan: Plan, comm: Communicator
+) -> Storage:
     """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
     param, optimizer = config.offloads
     with failing_together("allocate its shards", gather=comm.control.gather_objects):
-        storage = Storage(
+        storage = storage_class(
             comm.device,
             rank=comm.rank,
             offload_param=param,

@@ -62,6 +62,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.25
+_FULL_RATE_RANKS = 64  # more ranks poll less often: one process answers the requests of all
 _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
 _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
@@ -81,6 +82,11 @@ DESYNC_HINT = (  # the last line of errors about desynchronized ranks
     "rank; to run forwards without gradients on some ranks only, enter "
     "`with lightning_zero.uneven_calls(module):` on every rank."
 )
+
+
+def poll_interval_s(size: int) -> float:
+    """Returns the seconds between two looks of each rank into the store of `size` ranks."""
+    return _POLL_S * max(1.0, size / _FULL_RATE_RANKS)
 
 
 class DesynchronizedError(RuntimeError):
@@ -283,13 +289,14 @@ class Watchdog:
         if failure is not None and failure.rank != self._rank and failure.text not in str(error):
             _print_now(self._explain(failure))
 
-    def wait_for_failure(self, seconds: float = _CONFIRM_S + 4 * _POLL_S) -> None:
+    def wait_for_failure(self, seconds: float = _CONFIRM_S) -> None:
         """Waits for a failure report that may be on its way, after a connection was closed."""
-        until = time.monotonic() + seconds
+        polls_s = 4 * poll_interval_s(self._size)
+        until = time.monotonic() + seconds + polls_s
         with self._waits.after_failed_wait():
             while self.failure is None and self._is_running():
                 if (lost_at := self._store_lost_at) is not None:
-                    until = max(until, lost_at + _STORE_CONFIRM_S + 4 * _POLL_S)
+                    until = max(until, lost_at + _STORE_CONFIRM_S + polls_s)
                 if time.monotonic() > until:
                     return
                 self._run_in_thread(lambda: None)
@@ -402,7 +409,7 @@ class Watchdog:
         try:
             while not self._is_stopped:
                 self._poll()
-                self._peers.wait(_POLL_S)
+                self._peers.wait(poll_interval_s(self._size))
         except Exception:  # it must not end the process
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self._rank)

@@ -9,6 +9,7 @@ Imports health and layout. Only this package and later ones import lightning; on
     hydra       the Hydra job of this process, and the command of one of its ranks
     hydra_jobs  a Hydra callback that separates the jobs of a sweep
     schema      schema and resolvers for the files of `conf`
+    extras      warnings, tags and printed settings of a composed configuration
     trainer     the Trainer of a composed configuration, which logs its settings
 
 Begin with `launchers`. What a run does with the Trainer's method (resume, requeue) is an argument

@@ -53,7 +53,8 @@ _MODULES = {
     "activation_checkpointing": "True, False, classes of modules, class names, or names or "
     "patterns of modules",
 }
-MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
+MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold", "max_skips")
+ON_NONFINITE = ("warn", "stop", "skip", None)
 
 
 class Need(NamedTuple):
@@ -176,6 +177,12 @@ class ZeroConfig:
             form a shard group; each group holds all shards. It must divide the number of
             ranks. "node": the ranks that the launcher starts on a node, so that only gradient
             shards cross the links between nodes. None: all ranks. Stages 1 to 3.
+        on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
+            infinity in a gradient. All ranks name its rank, parameter and micro-batch, and then
+            take the step ("warn"), raise an error before it ("stop"), or leave it out ("skip").
+            None: gradients are not looked at. All stages.
+        max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
+            With `on_nonfinite="skip"`.
 
     Raises:
         ValueError: A value is out of range, or an option does not apply in this stage.
@@ -202,6 +209,8 @@ class ZeroConfig:
     offload_param: OffloadConfig | str | Mapping[str, Any] | None = None
     overlap_step: bool = False
     sharding_group_size: int | str | None = None
+    on_nonfinite: str | None = "warn"
+    max_skips: int = 10
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -307,6 +316,12 @@ def _check_group_size(_: str, value: object) -> int | str:
     return value
 
 
+def _check_reaction(_: str, value: object) -> str | None:
+    if not (value is None or isinstance(value, str)) or value not in ON_NONFINITE:
+        raise ValueError(f'on_nonfinite must be "warn", "stop", "skip" or None, got {value!r}.')
+    return value
+
+
 def _check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
@@ -355,6 +370,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "offload_optimizer": OffloadConfig.of,
     "offload_param": OffloadConfig.of,
     "sharding_group_size": _check_group_size,
+    "on_nonfinite": _check_reaction,
+    "max_skips": _check_size,
 }
 
 

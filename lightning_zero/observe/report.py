@@ -30,7 +30,8 @@ __all__ = [
 _MIB = 1024**2
 _GIB = 1024**3
 _MAX_NUM_RANKS = 8
-_MIN_SKEW = 0.02  # of a step; below it, no rank is called a straggler
+# A rank is called a straggler from this skew, as a share of a step, and this share of steps on.
+_MIN_SKEW, _MIN_SHARE = 0.02, 2 / 3
 
 
 class MemoryTable(pl.Callback):
@@ -207,6 +208,8 @@ class JobReport:
         if self.straggler is None or self.skew_s < _MIN_SKEW * self.step_s:
             return f"no straggler: ranks waited {skew_ms} ms ({of_step}) for the last one"
         rank, times = self.straggler
+        if times < _MIN_SHARE * self.num_recorded:
+            return f"ranks waited {skew_ms} ms ({of_step}) for the last one, which changes"
         often = "" if times == self.num_recorded else f" in {times} of {self.num_recorded} steps"
         return f"rank {rank} is the straggler{often}: the others waited {skew_ms} ms ({of_step})"
 

@@ -124,8 +124,9 @@ class _Labels:
             labels = _unite(labels, view[..., part])
         return labels
 
-    def put(self, tensor: Tensor, labels: Tensor | int | None) -> None:
+    def put(self, tensor: Tensor, labels: Tensor | int | None, *, is_written: bool = False) -> None:
         """Sets the labels of the elements of `tensor`; see `Flow.put`."""
+        self.is_written |= is_written
         if self.values is None:
             if labels is None:
                 return
@@ -225,8 +226,11 @@ class Flow(TorchDispatchMode):
     def put(self, tensor: Tensor, labels: Tensor | int | None) -> None:
         """Sets the labels of the elements of `tensor`: of its shape, or one for all; None: 0."""
         known = self._known.setdefault(StorageWeakRef(tensor.untyped_storage()), _Labels())
-        known.put(tensor, labels)
-        known.is_written = True
+        known.put(tensor, labels, is_written=True)
+
+    def note_untraceable(self, call: str) -> None:
+        """Notes that `call` took values out of torch; the first such call counts."""
+        self.untraceable = self.untraceable or call
 
     # ---------------------------------------------------------------- operations
 
@@ -440,7 +444,7 @@ class _ExitDetector(TorchFunctionMode):
         if name == "tolist":
             return _nested(args[0])
         if name in _READING and self._flow.label_of(args[0]):
-            self._flow.untraceable = self._flow.untraceable or f"Tensor.{name}()"
+            self._flow.note_untraceable(f"Tensor.{name}()")
         return func(*args, **(kwargs or {}))
 
 

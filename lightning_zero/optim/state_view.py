@@ -61,12 +61,11 @@ def without_state_view(optimizer: Optimizer) -> Iterator[None]:
     if not isinstance(view, StateView):
         yield
         return
-    optimizer.state = view.raw
+    view.uninstall(optimizer)
     try:
         yield
     finally:
-        view.raw = optimizer.state  # loading replaces the dict
-        optimizer.state = cast("Any", view)
+        view.install(optimizer)  # loading replaces the dict
 
 
 def is_sliced(bucket: Bucket) -> bool:
@@ -113,6 +112,16 @@ class StateView(MutableMapping[Any, Any]):
     def __init__(self, raw: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
         self.raw = raw
         self.drain = drain
+
+    def install(self, optimizer: Optimizer) -> None:
+        """Makes `optimizer.state` this view, of the dict that it is now."""
+        state: Any = optimizer.state
+        if state is not self:
+            self.raw, optimizer.state = state, cast("Any", self)
+
+    def uninstall(self, optimizer: Optimizer) -> None:
+        """Makes `optimizer.state` the plain dict."""
+        optimizer.state = self.raw
 
     def __getitem__(self, parameter: Any) -> Any:
         self.drain()

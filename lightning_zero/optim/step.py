@@ -103,11 +103,16 @@ class OptimizerStep:
         self._reducer = reducer
         self._stepping: list[Bucket] = []
         self._storage = storage
+        if found.kind is StepKind.AROUND_CLOSURE and reducer.guard.policy == "skip":
+            raise ValueError(
+                f'on_nonfinite="skip" has no meaning for {type(optimizer).__name__}, which '
+                'evaluates its closure several times in one step; use "warn" or "stop".'
+            )
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         # Settings that are on the CPU for this step: group, key, the user's tensor, its copy.
         self._cpu_copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._depth = 0  # a subclass's step may call its parent's, which calls the hooks, too
-        self._is_inside = self._is_inside_bucket = self._is_detached = False
+        self._is_inside = self._is_inside_bucket = self._is_detached = self._is_skipping = False
         self._handles = [
             optimizer.register_step_pre_hook(self._pre_hook),
             optimizer.register_step_post_hook(self._post_hook),
@@ -121,7 +126,7 @@ class OptimizerStep:
 
     def reset(self) -> None:
         """Resets after an exception, which may have occurred between the two hooks."""
-        self._is_inside = self._is_inside_bucket = False
+        self._is_inside = self._is_inside_bucket = self._is_skipping = False
         self._depth = 0
         self._stepping = []
         self._restore_scalars()
@@ -145,14 +150,12 @@ class OptimizerStep:
         state: Any = self.optimizer.state
         if state is not self._view and state is not self._view.raw:  # assigned by the user
             shard_initial_state(self.optimizer)
-            self._view.raw = self.optimizer.state
-        self.optimizer.state = self._view.raw
+            self._view.install(self.optimizer)
+        self._view.uninstall(self.optimizer)
 
     def _install_state_view(self) -> None:
         """Makes `optimizer.state` the view with sharded tensors."""
-        if self.optimizer.state is not self._view:
-            self._view.raw = self.optimizer.state
-            self.optimizer.state = self._view
+        self._view.install(self.optimizer)
 
     def _before_access(self, *_: Any) -> None:
         """Before states are read or replaced from outside of a step."""
@@ -304,6 +307,8 @@ class OptimizerStep:
         self._reducer.before_step()
         members = self._members()  # before the state view is removed: it may raise
         self._uninstall_state_view()
+        if self._reducer.guard.skips_step:
+            return self._begin_skip(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             self._stepping = [
                 bucket
@@ -330,6 +335,28 @@ class OptimizerStep:
             self._move_scalars()
             self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
+
+    def _begin_skip(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Drops the gradients, and lets the step function step a copy of the optimizer's settings.
+
+        A hook cannot leave the step function out, and some optimizers count its calls.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._members():
+                parameter.grad = None
+        stand_in = object.__new__(type(self.optimizer))
+        vars(stand_in).update(
+            vars(self.optimizer),
+            state=self.optimizer.state.copy(),
+            param_groups=[
+                {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
+                for group in self.optimizer.param_groups
+            ],
+        )
+        self._is_inside = self._is_skipping = True
+        return (stand_in, *args[1:]), kwargs
 
     def _move_scalars(self) -> None:
         """Copies scalar settings, and tensors set by a loss scaler, to the CPU for a CPU step.
@@ -363,6 +390,10 @@ class OptimizerStep:
             return
         if self._depth:
             self._depth -= 1
+            return
+        if self._is_skipping:
+            self._is_inside = self._is_skipping = False
+            self._install_state_view()
             return
         self._restore_scalars()
         if self._kind is not StepKind.AROUND_CLOSURE:

@@ -19,11 +19,11 @@ from lightning_zero.layout.offload import (
     Tier,
 )
 from lightning_zero.layout.plan import Plan, make_plan
-from lightning_zero.layout.stage import STAGES
+from lightning_zero.layout.stage import STAGES, State
+from lightning_zero.planner.engine_run import EngineRuns, Peak, RankOfGroup
 from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
+from lightning_zero.planner.no_step import peak_without_step
 from lightning_zero.planner.optimizers import StateSpec
-from lightning_zero.planner.simulation import Peak, simulate_step
-from lightning_zero.planner.trace import StepTrace, trace_without_activations
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = [
@@ -135,7 +135,7 @@ class Job:
     Attributes:
         module: Model; its tensors may be on the meta device.
         optimizers: Optimizers of its parameters.
-        trace: Trace of one micro-batch; None: activations are not counted.
+        runs: Runs of the engine with a step of the job; None: formulas, without activations.
         num_micro_batches: Number of micro-batches in an optimizer step.
         steps_by_bucket: Whether optimizer states may be stored on NVMe.
         full_optimizers: Indices of the optimizers that step full tensors; see `make_plan`.
@@ -146,7 +146,7 @@ class Job:
 
     module: nn.Module
     optimizers: Sequence[Optimizer]
-    trace: StepTrace | None = None
+    runs: EngineRuns | None = None
     num_micro_batches: int = 1
     steps_by_bucket: bool = True
     full_optimizers: Collection[int] = ()
@@ -280,25 +280,23 @@ def estimate(choice: Choice, job: Job, machine: Machine) -> Estimate:
     """Estimates memory and traffic of `choice`.
 
     Raises:
-        ValueError: The module cannot be planned; see `make_plan`.
+        ValueError: The module cannot be planned, see `make_plan`; or its step cannot run.
     """
     estimator = make_memory_estimator(choice, job, machine)
     plan, ranks, on_gloo = estimator.plan, estimator.ranks(), not machine.has_device_memory
-    peak = simulate_step(
-        plan,
-        choice.config,
-        job.trace or trace_without_activations(plan),
-        on_gloo=on_gloo,
-        has_device_memory=machine.has_device_memory,
-        accumulates=estimator.accumulates,
-        rank=ranks.largest,
-    )
+    rank, memory = ranks.largest, ranks.by_rank[ranks.largest]
+    if job.runs is None:
+        peak = peak_without_step(plan, choice.config, on_gloo=on_gloo, rank=rank)
+    else:
+        grad_bytes = memory.tiers[Tier.DEVICE][State.GRAD]
+        of = RankOfGroup(rank, plan.world_size, machine.has_device_memory, grad_bytes)
+        peak = job.runs.peak(choice.config, of)
     traffic = traffic_of(
         estimator,
         peak.num_all_gathers,
         on_gloo=on_gloo,
         num_micro_batches=job.num_micro_batches,
-        rank=ranks.largest,
+        rank=rank,
     )
     staging = _staging_bytes(plan, estimator.accumulates) if machine.has_device_memory else 0
     seconds = traffic.seconds(machine.rates, machine.ranks_per_node)

@@ -10,6 +10,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
                       module after a fit
     saving            saving of checkpoints, full and sharded
     loading           loading of modules from checkpoints of every format, without a Trainer
+    finite            checkpoints with and without non-finite parameters
     processes         identity and connection of ranks, and collectives on WORLD
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes

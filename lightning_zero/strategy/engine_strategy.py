@@ -327,9 +327,13 @@ class EngineStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
+        loss = closure_loss
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.engine.backward_context(retain_graph=retain_graph):
+        has_scaler = getattr(plugin, "scaler", None) is not None
+        with self.engine.backward_context(
+            retain_graph=retain_graph, loss=loss, has_scaler=has_scaler
+        ):
             plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)

@@ -51,6 +51,7 @@ from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
+from lightning_zero.engine.engine import Engine
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
@@ -63,6 +64,11 @@ from lightning_zero.strategy.engine_strategy import (
     EngineStrategy,
     UnshardAfterFit,
     run_state,
+)
+from lightning_zero.strategy.finite import (
+    NONFINITE_KEY,
+    FiniteCheckpoints,
+    find_nonfinite_parameters,
 )
 from lightning_zero.strategy.loading import is_download
 from lightning_zero.strategy.loops import LockstepLoops
@@ -161,6 +167,13 @@ class ZeroStrategy(EngineStrategy):
             form a shard group; each group holds all shards. It must divide the number of ranks.
             "node": the ranks that the launcher starts on a node, so that only gradient shards cross
             the links between nodes. None: all ranks. Stages 1 to 3.
+        on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
+            infinity in a gradient. All ranks name its rank, parameter and micro-batch, and then
+            take the step ("warn"), raise an error before it ("stop"), or leave it out ("skip").
+            None: gradients are not looked at. All stages. With the Trainer's precision "16-mixed"
+            the loss scaler decides about the step, and all but None only warn.
+        max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
+            With `on_nonfinite="skip"`.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more
@@ -226,6 +239,8 @@ class ZeroStrategy(EngineStrategy):
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
         sharding_group_size: int | str | None = None,
+        on_nonfinite: str | None = "warn",
+        max_skips: int = 10,
         checkpoint: CheckpointType = "auto",
         async_save: bool = False,
         check_memory: bool = True,
@@ -259,6 +274,8 @@ class ZeroStrategy(EngineStrategy):
         )
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file
+        self._finite = FiniteCheckpoints()
+        self.last_checkpoint: str | None = None  # path of the last save in this process
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @classmethod
@@ -491,8 +508,10 @@ class ZeroStrategy(EngineStrategy):
                 f"{REGROUP_TIMEOUT.seconds} s after the exception, so that shards are missing."
             )
             return
+        self.last_checkpoint = str(filepath)
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, self._engine)
+            self._mark_nonfinite(checkpoint, str(filepath), self._engine)
         if self._state_engine is not None and self._saves_shards:
             if storage_options is not None:
                 raise TypeError(
@@ -503,6 +522,17 @@ class ZeroStrategy(EngineStrategy):
             self._saving.save(checkpoint, filepath, self._state_engine, last_masters=last_masters)
         else:
             self._save_full(checkpoint, filepath, storage_options)
+
+    def _mark_nonfinite(self, checkpoint: dict[str, Any], path: str, engine: Engine) -> None:
+        """Marks a checkpoint with non-finite parameters, and keeps the last finite one."""
+        if engine.config.on_nonfinite is None:
+            return
+        names = find_nonfinite_parameters(engine)
+        if names:
+            self.finish_saving(warns=True)  # the checkpoint in flight may be moved
+            note = checkpoint.setdefault(METADATA_KEY, {})
+            note[NONFINITE_KEY] = names
+        self._finite.prepare(path, names, self.run_on_rank_zero)
 
     def _save_full(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
@@ -524,6 +554,8 @@ class ZeroStrategy(EngineStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
+        if self._finite.keeps(str(filepath)):
+            return
         if self._uses_io_only(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:

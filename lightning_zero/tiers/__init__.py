@@ -9,6 +9,7 @@ Imports record, layout and tensors.
     nvme          the files of one process: ordered reads and writes past the page cache
     disk          the file system: free space, O_DIRECT, a directory that is removed at exit
     memory        page-aligned, pinned buffers, and the available CPU memory
+    threads       threads of a CPU that steps offloaded shards
 
 Begin with `storage`. A new tier for optimizer state needs: a `Tier` in layout/offload.py, which
 decides what is stored in it; one more class in the union `ShardStore`, made by `Storage`; if the

@@ -1,4 +1,12 @@
-"""CPU memory for transfers, page-aligned and pinned for CUDA, and how much is available."""
+"""CPU memory for transfers, page-aligned and pinned for CUDA, and how much is available.
+
+[Note: Forks] A forked process, such as a DataLoader worker, gets zeros in place of pinned memory
+and of transfer buffers. Linux copies pinned pages at the fork itself since 5.10, so that each
+worker would cost as much memory and time as all pinned tiers. Older kernels move the parent's pages
+at its first write, while the device uses the old ones. A transfer in flight would fill the pages of
+one side only (open(2), O_DIRECT). Alternative considered: MADV_DONTFORK. The addresses are then
+free in the child, which may map other memory there; a tensor that the child drops unmaps it.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +40,11 @@ class _Pages(mmap.mmap):
 
     pinned_at: int | None = None  # address; None: not pinned
 
+    def wipe_on_fork(self) -> None:
+        """Gives a forked process zeros instead of this memory: see [Note: Forks]."""
+        with contextlib.suppress(OSError):  # Linux only
+            self.madvise(_MADV_WIPEONFORK)
+
     def __del__(self) -> None:
         if self.pinned_at is not None:
             # A driver that has shut down has unpinned it already.
@@ -42,7 +55,8 @@ class _Pages(mmap.mmap):
 def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
     """Allocates uninitialized CPU memory: 1-D, uint8, `nbytes`, at a multiple of 4096.
 
-    The pages are mapped directly: `torch.empty(pin_memory=True)` rounds up to a power of two.
+    The pages are mapped directly: `torch.empty(pin_memory=True)` rounds up to a power of two. A
+    forked process gets zeros in place of pinned memory.
 
     Args:
         nbytes: Bytes to allocate.
@@ -55,16 +69,13 @@ def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
 
 
 def make_buffers(count: int, nbytes: int, *, pin: bool) -> list[Tensor]:
-    """Allocates `count` tensors as `aligned_empty` does, which a forked child does not share."""
+    """Allocates `count` tensors as `aligned_empty` does; a forked process gets zeros."""
     if count < 1 or nbytes < 1:
         raise ValueError(f"expected a count and bytes of at least 1, got {count} and {nbytes}")
     buffers = []
     for _ in range(count):
         buffer, pages = _map(nbytes, pin=pin)
-        # A fork shares private pages until one side writes, and a transfer in flight would then
-        # fill the other side's copy (open(2), O_DIRECT). With this a child gets zeros instead.
-        with contextlib.suppress(OSError):
-            pages.madvise(_MADV_WIPEONFORK)
+        pages.wipe_on_fork()
         buffers.append(buffer)
     return buffers
 
@@ -114,7 +125,7 @@ def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
         pages.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     assert tensor.data_ptr() % PAGE_BYTES == 0, tensor.data_ptr()
-    if pin and torch.cuda.is_available():
+    if pin and nbytes and torch.cuda.is_available():
         runtime: Any = torch.cuda.cudart()
         code = runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0)
         if int(code) != 0:
@@ -123,6 +134,7 @@ def _map(nbytes: int, *, pin: bool) -> tuple[Tensor, _Pages]:
                 "fewer buffers, or pin_memory=False."
             )
         pages.pinned_at = tensor.data_ptr()
+        pages.wipe_on_fork()
     return tensor, pages
 
 

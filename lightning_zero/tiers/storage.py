@@ -54,6 +54,10 @@ class MemoryShardStore:
     def nbytes(self) -> int:
         return self.tensor.untyped_storage().nbytes()
 
+    def rebind(self, tensor: Tensor) -> None:
+        """Stores the values in `tensor` from now on, which has them already."""
+        self.tensor = tensor
+
     def fetch(self, start: int, stop: int) -> Tensor:
         """Returns elements [start, stop), 1-D: a view of memory, or a copy in CPU memory."""
         return self.tensor[start:stop]

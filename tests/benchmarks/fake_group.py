@@ -16,7 +16,7 @@ import argparse
 import gc
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -27,8 +27,14 @@ from torch import Tensor, nn
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.layout.offload import Tier
-from lightning_zero.planner import Choice, Job, Machine, make_memory_estimator, trace_step
-from lightning_zero.planner.simulation import simulate_step
+from lightning_zero.planner import (
+    Choice,
+    EngineRuns,
+    Job,
+    Machine,
+    estimate,
+    make_memory_estimator,
+)
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.benchmarks.storage import live_storage_bytes
 
@@ -109,13 +115,12 @@ def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
     job = Job(module, [torch.optim.AdamW(module.parameters())])
-    estimator = make_memory_estimator(
-        choice,
-        job,
-        Machine(case.num_ranks, min(case.num_ranks, 8), has_device_memory=has_device_memory),
-    )
-    trace = trace_step(module, step, units=[unit.name for unit in estimator.plan.units])
-    most = simulate_step(estimator.plan, choice.config, trace, has_device_memory=has_device_memory)
+    per_node = min(case.num_ranks, 8)
+    machine = Machine(case.num_ranks, per_node, has_device_memory=has_device_memory)
+    estimator = make_memory_estimator(choice, job, machine)
+    # The fake process group has the collectives of a device, on the CPU, too.
+    job = replace(job, runs=EngineRuns(module, job.optimizers, step))
+    most = estimate(choice, job, Machine(case.num_ranks, per_node)).peak
     memory = estimator.rank_memory()
     states = sum(memory.tier_bytes(tier) for tier in Tier)
     return states, states + memory.module_buffer_bytes + most.total_bytes

@@ -1,5 +1,7 @@
 """Process groups of the data plane: how many there are, and which backend they have."""
 
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.backends import backend_for, queue_warnings
+from lightning_zero.comm.communicator import allow_connections
+from lightning_zero.health.watchdog import poll_interval_s
 from tests.support.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -68,3 +72,22 @@ def test_one_queue_for_two_communicators_is_warned_about(monkeypatch):
     assert queue_warnings(CPU) == []
     (text,) = queue_warnings(CUDA)
     assert "wait for each other" in text
+
+
+def _limit_after(rank, world_size, size):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    allow_connections(size)
+    return resource.getrlimit(resource.RLIMIT_NOFILE), hard
+
+
+def test_the_limit_of_open_files_grows_with_the_ranks():
+    for size in (2, 512):
+        (((soft, left), hard),) = run_ranks(1, _limit_after, size, has_group=False)
+        assert left == hard
+        assert soft == min(1024 + 8 * size, hard if hard > 0 else 10**9)
+
+
+def test_many_ranks_ask_their_store_no_more_often_together():
+    assert poll_interval_s(2) == poll_interval_s(64) == 0.25
+    assert 512 / poll_interval_s(512) == 64 / poll_interval_s(64)

@@ -625,7 +625,7 @@ def test_keys_that_deepspeed_has_removed_are_read_and_named():
     ],
     ids=str,
 )
-def test_a_refused_key_that_deepspeed_has_removed_says_so(source):
+def test_the_error_about_a_key_names_that_deepspeed_has_removed_it(source):
     with pytest.raises(ValueError, match=r"DeepSpeed refuses this key since 0\.19\.8"):
         translate(source)
 

@@ -107,7 +107,7 @@ def _memory_is_free(rank, world_size):
     assert not module.weight.isnan().any()
 
 
-def test_the_memory_itself_is_given_back():
+def test_the_memory_itself_is_freed():
     run_ranks(1, _memory_is_free)
 
 

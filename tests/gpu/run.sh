@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # What a first hour on one GPU should tell: tests/gpu/run.sh [--dry] [PIECE...]
 #
-# Pieces are tests, memory, overhead, offload, largest and page, each at most nine minutes; without
-# any, all of them. What they find lies in $OUT (outputs/gpu if it is not set), page there makes a
+# Pieces are smoke, tests, memory, overhead, offload, largest and page, each at most nine minutes, the
+# most telling first; without any, all of them. A piece that runs out of time prints the failures
+# so far. What they find lies in $OUT (outputs/gpu if it is not set), page there makes a
 # page for tests/benchmarks/. --dry runs tiny cases on the CPU, to see that this script works.
 set -euo pipefail
 
@@ -13,16 +14,20 @@ if [ "${1:-}" = --dry ]; then
   dry=(--dry)
   shift
 fi
-[ $# -gt 0 ] || set -- tests memory overhead offload largest page
+[ $# -gt 0 ] || set -- smoke tests memory overhead offload largest page
 mkdir -p "$OUT"
 
 for piece in "$@"; do
   echo "== $piece"
-  if [ "$piece" = tests ]; then
-    timeout 540 python -m pytest tests/gpu tests/streams -q -p no:cacheprovider 2>&1 |
+  if [ "$piece" = smoke ]; then # every tier and stage with real values, and forked workers
+    timeout -s INT 540 python -m pytest tests/gpu/test_forks.py tests/gpu/test_parity.py -v --tb=short -p no:cacheprovider \
+      2>&1 | tee "$OUT/smoke.txt" || echo "smoke failed or timed out"
+  elif [ "$piece" = tests ]; then
+    timeout -s INT 540 python -m pytest tests/gpu/test_delays.py tests/gpu -v --tb=short -p no:cacheprovider \
+      --deselect tests/gpu/test_parity.py --deselect tests/gpu/test_forks.py 2>&1 |
       tee "$OUT/tests.txt" || echo "tests failed or timed out"
   else
-    timeout 540 python -m tests.gpu.first_hour "$piece" --out "$OUT" "${dry[@]}" ||
+    timeout -s INT 540 python -m tests.gpu.first_hour "$piece" --out "$OUT" "${dry[@]}" ||
       echo "$piece failed or timed out"
   fi
 done

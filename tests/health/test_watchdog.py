@@ -569,7 +569,9 @@ def _make_a_group_alone(rank, world_size):
     watchdog = Watchdog("alone", rank=rank, size=world_size)
     dist.barrier()
     if rank == 1:
-        return None  # its process ends
+        time.sleep(1)
+        watchdog.abort(ArithmeticError("out of luck"))
+        return None
     failing = pytest.raises(PeerAbortedError)
     with failing as caught, watchdog.waiting("a new group", is_engine_group=False):
         dist.new_group()
@@ -577,8 +579,9 @@ def _make_a_group_alone(rank, world_size):
 
 
 @pytest.mark.slow
-def test_a_group_that_is_made_with_a_dead_rank_is_an_error_and_not_the_end_of_the_process():
-    assert run_ranks(2, _make_a_group_alone)[0].startswith("rank 0 stops because rank 1 ")
+def test_a_wait_in_the_store_for_a_rank_that_has_failed_ends_with_its_error():
+    text = "rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+    assert run_ranks(2, _make_a_group_alone)[0] == text
 
 
 def _know(rank, world_size):

@@ -54,6 +54,7 @@ def test_the_report_has_throughput_and_overlapped_communication():
 def test_no_rank_is_a_straggler_where_ranks_hardly_wait():
     text = report(skew_s=0.001).text()
     assert "no straggler: ranks waited 1.00 ms (1.0%) for the last one" in text
+    assert "for the last one, which changes" in report(straggler=(0, 1)).text()
     always = report(straggler=(0, 3), skew_s=0.05).text()
     assert "rank 0 is the straggler: the others waited 50.00 ms (50.0%)" in always
 

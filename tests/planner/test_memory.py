@@ -10,16 +10,15 @@ import torch
 from lightning_zero import ZeroConfig
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import make_plan
 from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.planner import (
     Choice,
+    EngineRuns,
     Job,
     Machine,
     estimate,
     make_memory_estimator,
     make_optimizers,
-    trace_step,
 )
 from lightning_zero.planner.optimizers import OptimizerStates
 from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
@@ -228,10 +227,9 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
     for (name, config), found in zip(cases, counted, strict=True):
         with torch.device("meta"):
             module = MODELS[name].build()
-        plan = make_plan(module, ZeroConfig(stage=3), world_size=2)
-        step = partial(loss_of, batch=MODELS[name].batch())
-        trace = trace_step(module, step, units=[unit.name for unit in plan.units])
-        job = Job(module, [torch.optim.AdamW(module.parameters())], trace)
+        optimizers = [torch.optim.AdamW(module.parameters())]
+        runs = EngineRuns(module, optimizers, partial(loss_of, batch=MODELS[name].batch()))
+        job = Job(module, optimizers, runs)
         traffic = estimate(
             Choice("", "", config), job, Machine(2, 2, has_device_memory=False)
         ).traffic

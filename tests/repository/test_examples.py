@@ -309,7 +309,7 @@ def test_a_llama_of_the_example_is_that_of_transformers():
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
+def test_the_main_job_learns_more_than_byte_pairs_in_three_minutes(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "train.py"), f"hydra.run.dir={tmp_path}"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     start = time.monotonic()
@@ -319,7 +319,7 @@ def test_the_main_job_learns_more_than_byte_pairs_in_five_minutes(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     model, bigram = map(float, re.search(r"model ([\d.]+), .* ([\d.]+)", done.stdout).groups())
     assert model < bigram - 0.5
-    assert time.monotonic() - start < 300
+    assert time.monotonic() - start < 180
 
 
 def _run(rank, world_size, name, words):

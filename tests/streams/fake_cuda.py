@@ -311,7 +311,7 @@ class FakeCuda:
         tensor = torch.empty(nbytes, dtype=torch.uint8)
         if pin:
             self.pin(tensor, is_cached=False)
-        return tensor, SimpleNamespace(madvise=lambda advice: None)
+        return tensor, SimpleNamespace(wipe_on_fork=lambda: None)
 
 
 class _Checker(TorchDispatchMode):

@@ -72,6 +72,7 @@ _WAYS: dict[str, dict[str, Any]] = {
     "activations": {"options": ("activations",)},
     "no overlap": {"config": {"overlap_comm": False}},
     "failures": {"options": ("failures",)},
+    "failures in groups": {"config": {"sharding_group_size": 4}, "options": ("failures",)},
     "two groups": {"config": {"separate_reduce_scatter_group": True}},
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
@@ -79,6 +80,7 @@ _WAYS: dict[str, dict[str, Any]] = {
 _EQUAL_IN_ALL_PRECISIONS = (
     "no overlap",
     "failures",
+    "failures in groups",
     "two groups",
     "one rank",
     "no group",
@@ -95,6 +97,7 @@ def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
 
 
 _CHOSEN = """
+0, device, bf16, clip
 1, device, fp32, overlap
 1, device, fp32, failures
 1, device, bf16, groups
@@ -104,6 +107,7 @@ _CHOSEN = """
 3, device, fp32, overlap
 3, device, fp16, activations
 3, device, fp32, two groups
+3, device, fp32, failures in groups
 3, device, bf16, muon
 3, cpu optimizer, fp16, clip
 3, cpu optimizer, fp32, tensor rate at once
@@ -124,11 +128,13 @@ def _is_worth_it(stage: int, place: str, precision: str, way: str) -> bool:
         return False
     if place in _LIKE_OTHERS and way != "plain":
         return False
+    if stage == 0:  # nothing is sharded
+        return place == "device" and way in ("plain", "clip", "accumulate", "failures", "no group")
     return stage == 3 or "offload_param" not in _PLACES[place]
 
 
 ALL = [
     one
-    for case in product((1, 2, 3), _PLACES, _PRECISIONS, _WAYS)
+    for case in product((0, 1, 2, 3), _PLACES, _PRECISIONS, _WAYS)
     if (one := _scenario(*case)).name in CHOSEN or _is_worth_it(*case)
 ]

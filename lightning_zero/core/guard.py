@@ -1,0 +1,353 @@
+"""Guard against non-finite gradients: finds NaN and infinity before they are reduced.
+
+After a reduction every rank has the NaN of one rank, so its origin is lost. Each rank therefore
+looks at its own gradients of a bucket before it sends them.
+
+[Note: When ranks learn of a non-finite gradient] A rank looks once at each element: one sum per
+bucket on a CPU, one maximum per parameter on a device. Only where that is not finite does a CPU
+count elements. The round that ends every backward (`CollectiveOrder.finalize_backward`) carries one
+byte more, "this rank has found something". If any rank has, all ranks exchange what they found and
+their losses, after the reductions of this backward. So a report costs an exchange, and its absence
+costs nothing but the look.
+
+On a device the host does not wait for the result. It is copied to the CPU while the device works,
+and sent in the round of the next backward, so that with "warn" a report is one backward late.
+"stop" and "skip" must know it before the step: at the end of the last backward of a step the host
+waits for the device, as a loss scaler does.
+
+[Note: Skipped steps] A step is skipped before it begins (`OptimizerStep`), also for optimizers that
+count their calls. Only gradients are dropped: buffers such as BatchNorm's statistics, learning rate
+schedules and random numbers are those after the forward, as when a loss scaler skips a step.
+"""
+
+from __future__ import annotations
+
+import cmath
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.record import streams
+from lightning_zero.record.streams import Event
+
+__all__ = [
+    "NonfiniteGradient",
+    "NonfiniteGradientError",
+    "NonfiniteGradientWarning",
+    "NonfiniteGuard",
+    "NonfiniteReport",
+]
+
+_MAX_LINES = 8  # parameters that a message names
+
+
+class NonfiniteGradientError(RuntimeError):
+    """A gradient is NaN or infinite, with `on_nonfinite="stop"` or after too many skips."""
+
+
+class NonfiniteGradientWarning(UserWarning):
+    """A gradient is NaN or infinite; see `on_nonfinite`."""
+
+
+@dataclass(frozen=True)
+class NonfiniteGradient:
+    """Non-finite elements of one rank's gradient of one parameter, before its reduction.
+
+    Attributes:
+        rank: Rank whose gradient it is.
+        parameter: Name of the parameter.
+        step: Number of the step, from 0 when the engine was built.
+        micro_batch: Number of the backward in its step, from 0.
+        num_nan: Elements that are NaN. None: at least one, not counted on a device.
+        num_inf: Elements that are infinite. None: as `num_nan`, unless there are NaNs.
+        numel: Elements of the gradient.
+    """
+
+    rank: int
+    parameter: str
+    step: int
+    micro_batch: int
+    num_nan: int | None
+    num_inf: int | None
+    numel: int
+
+    def __str__(self) -> str:
+        counts = [
+            f"{'' if count is None else f'{count} '}{kind}"
+            for count, kind in ((self.num_nan, "NaN"), (self.num_inf, "infinity"))
+            if count != 0
+        ]
+        return (
+            f"rank {self.rank}, micro-batch {self.micro_batch}: {self.parameter}: "
+            f"{' and '.join(counts)} in {self.numel} elements"
+        )
+
+
+@dataclass(frozen=True)
+class NonfiniteReport:
+    """Non-finite gradients of one backward or of several, the same on every rank.
+
+    Attributes:
+        step: Number of the first step, from 0 when the engine was built.
+        found: Non-finite gradients, in order; a parameter is listed once per rank and step.
+        losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
+    """
+
+    step: int
+    found: tuple[NonfiniteGradient, ...]
+    losses: tuple[float | None, ...]
+
+    def __str__(self) -> str:
+        lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
+        if len(self.found) > _MAX_LINES:
+            lines.append(f"  and {len(self.found) - _MAX_LINES} more")
+        losses = ", ".join("unknown" if one is None else f"{one:.6g}" for one in self.losses)
+        micro_batch = self.found[0].micro_batch
+        lines.append(f"  loss of micro-batch {micro_batch}, by rank: {losses}")
+        return f"non-finite gradients in step {self.step}, before their reduction:\n" + "\n".join(
+            lines
+        )
+
+
+class _Look(NamedTuple):
+    """Gradient at which a rank has looked."""
+
+    step: int
+    micro_batch: int
+    bucket: Bucket
+    slot: int
+
+
+class _Copy(NamedTuple):
+    """Results of looks that are on their way from the device."""
+
+    looks: list[_Look]
+    maxima: Tensor  # on the CPU, pinned; one element for each look
+    copied: Event
+
+
+class NonfiniteGuard:
+    """Looks at this rank's gradients, reports on all ranks, and decides whether a step is skipped.
+
+    Attributes:
+        policy: "warn", "stop", "skip"; None: gradients are not looked at.
+        last_report: The last report, the same on every rank; None: there was none.
+        num_skipped: Steps that were skipped.
+        step: Number of the step that the last backward belongs to, from 0.
+        skips_step: Whether the next step of the optimizers is to be skipped.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], control: GlooControlPlane, config: ZeroConfig
+    ) -> None:
+        self.policy = config.on_nonfinite
+        self.last_report: NonfiniteReport | None = None
+        self.num_skipped = 0
+        self.skips_step = False
+        self._buckets = list(buckets)
+        self._control = control
+        self._max_skips = config.max_skips
+        self._num_in_a_row = 0  # skipped steps
+        self.step, self._micro_batch = 0, -1
+        self._next_loss: Tensor | None = None  # of the backward that begins next
+        self._losses: dict[tuple[int, int], Tensor | None] = {}  # by step and micro-batch
+        self._has_scaler = False
+        self._looks: list[_Look] = []  # looked at on a device since the last copy
+        self._maxima: list[Tensor] = []  # of these: 0-dim
+        self._copies: list[_Copy] = []
+        self._found: list[NonfiniteGradient] = []  # not reported yet
+        self._named: set[str] = set()  # parameters found in this step
+        self._listeners: list[Callable[[NonfiniteReport], None]] = []
+
+    def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
+        """Calls `listener` with each report, on every rank, before an error is raised. Local."""
+        self._listeners.append(listener)
+
+    def note_loss(self, loss: Tensor | None, *, has_scaler: bool) -> None:
+        """Notes the loss of the next backward. Local.
+
+        `has_scaler`: a loss scaler skips steps with infinite gradients, which only warn then.
+        """
+        self._next_loss = None if loss is None else loss.detach()
+        self._has_scaler = has_scaler
+
+    def begin(self, *, is_new_step: bool) -> None:
+        """Before a backward. Local."""
+        if is_new_step:
+            if not self.skips_step:
+                self._num_in_a_row = 0
+            self.skips_step = False
+            self.step, self._micro_batch = self.step + 1, -1
+            self._named.clear()
+            self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
+        self._micro_batch += 1
+        self._losses[self.step, self._micro_batch] = self._next_loss
+        self._next_loss = None
+
+    def reset(self) -> None:
+        """After an exception, when gradients have been dropped. Local."""
+        self._looks, self._maxima, self._copies, self._found = [], [], [], []
+        self._named.clear()
+        self.skips_step = False
+
+    # ---------------------------------------------------------------- a look
+
+    def look(self, bucket: Bucket) -> None:
+        """Looks at the local gradients of `bucket`, which are not reduced yet. Local."""
+        buffer, is_local = bucket.grads.unsharded_grads, bucket.grads.is_local
+        if self.policy is None or buffer is None:
+            return
+        views = [view.detach() for view in buffer.views]
+        slots = [i for i, view in enumerate(views) if is_local[i] and view.numel()]
+        if not slots:
+            return
+        views = [views[index] for index in slots]
+        if buffer.tensor.device.type != "cpu":
+            self._look_later(bucket, slots, views)
+            return
+        parts = [buffer.tensor] if all(is_local) else views  # padding is zero
+        if all(_is_finite(part) for part in parts):
+            return
+        for index, view in zip(slots, views, strict=True):
+            num_nan, num_inf = int(view.isnan().sum()), int(view.isinf().sum())
+            if num_nan or num_inf:
+                look = _Look(self.step, self._micro_batch, bucket, index)
+                self._add(look, num_nan, num_inf)
+
+    def look_at_local(self) -> None:
+        """Looks at all gradients that this backward has left local. Local."""
+        for bucket in self._buckets if self.policy is not None else ():
+            if any(bucket.grads.is_local):
+                self.look(bucket)
+
+    def _look_later(self, bucket: Bucket, slots: list[int], views: list[Tensor]) -> None:
+        """Begins a look on a device, without waiting for it."""
+        step, micro_batch = self.step, self._micro_batch
+        self._looks += [_Look(step, micro_batch, bucket, slot) for slot in slots]
+        self._maxima += torch._foreach_norm(views, torch.inf)
+
+    def _copy_maxima(self) -> None:
+        """Begins to copy the results of looks on a device to the CPU."""
+        if not self._maxima:
+            return
+        maxima = torch.stack([maximum.double() for maximum in self._maxima])
+        on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
+        on_cpu.copy_(maxima, non_blocking=True)
+        copied = streams.make_event()
+        copied.record()
+        self._copies.append(_Copy(self._looks, on_cpu, copied))
+        self._looks, self._maxima = [], []
+
+    def _receive(self, *, waits: bool) -> None:
+        """Takes the results of earlier looks on a device."""
+        copies, self._copies = self._copies, []
+        for one in copies:
+            if waits:
+                one.copied.synchronize()
+            elif not one.copied.query():
+                self._copies.append(one)
+                continue
+            for look, maximum in zip(one.looks, one.maxima.tolist(), strict=True):
+                if maximum != maximum:
+                    self._add(look, None, 0)
+                elif maximum == torch.inf:
+                    self._add(look, 0, None)
+
+    def _add(self, look: _Look, num_nan: int | None, num_inf: int | None) -> None:
+        slot = look.bucket.plan.layout.slots[look.slot]
+        if slot.name not in self._named:
+            self._named.add(slot.name)
+            rank = self._control.rank
+            self._found.append(
+                NonfiniteGradient(
+                    rank,
+                    slot.name,
+                    look.step,
+                    look.micro_batch,
+                    num_nan,
+                    num_inf,
+                    slot.numel,
+                )
+            )
+
+    # ---------------------------------------------------------------- agreement and report
+
+    def has_found(self, *, ends_step: bool) -> bool:
+        """Whether this rank has found something that is not reported yet. Local.
+
+        `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
+        """
+        decides = self.policy in ("stop", "skip") and not self._has_scaler
+        self._receive(waits=False)  # of backwards before this one
+        self._copy_maxima()
+        if ends_step and decides:
+            self._receive(waits=True)
+        return bool(self._found)
+
+    def report(self) -> None:
+        """Reports what the ranks have found, in the same way on every rank. Collective.
+
+        Raises:
+            NonfiniteGradientError: With "stop", or after more than `max_skips` skipped steps.
+        """
+        self._copy_maxima()
+        self._receive(waits=True)
+        losses = {key: _float_of(loss) for key, loss in self._losses.items()}
+        found, self._found = self._found, []
+        by_rank = self._control.gather_objects((found, losses))
+        everything = [one for own, _ in by_rank for one in own]
+        everything.sort(key=lambda one: (one.step, one.micro_batch, one.rank))
+        key = everything[0].step, everything[0].micro_batch
+        report = NonfiniteReport(
+            key[0], tuple(everything), tuple(own.get(key) for _, own in by_rank)
+        )
+        self.last_report = report
+        text = str(report)
+        if self._has_scaler:
+            text += "\nThe loss scaler decides: it skips the step and lowers its scale."
+        elif self.policy == "skip":
+            self._count_skip()
+            text += f"\nThis step is skipped ({self._num_in_a_row} in a row)."
+        try:
+            for listener in list(self._listeners):
+                listener(report)
+        finally:
+            self._raise_or_warn(text)
+
+    def _count_skip(self) -> None:
+        if not self.skips_step:
+            self.skips_step = True
+            self._num_in_a_row += 1
+            self.num_skipped += 1
+
+    def _raise_or_warn(self, text: str) -> None:
+        if self.policy == "stop" and not self._has_scaler:
+            raise NonfiniteGradientError(
+                f"{text}\nParameters and optimizer states are those before this step. "
+                'on_nonfinite="skip" leaves such steps out, "warn" takes them.'
+            )
+        if self.skips_step and self._num_in_a_row > self._max_skips:
+            raise NonfiniteGradientError(
+                f"{text}\nMore than max_skips={self._max_skips} steps in a row had non-finite "
+                "gradients: training does not recover. Parameters and optimizer states are those "
+                "before the first of them."
+            )
+        warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Whether the sum is finite: False for any non-finite element, and if the sum overflows."""
+    # 16 bits are summed in 32, but float16 results overflow early.
+    dtype = torch.float32 if values.dtype == torch.float16 else None
+    return cmath.isfinite(values.sum(dtype=dtype).item())
+
+
+def _float_of(loss: Tensor | None) -> float | None:
+    return float(loss) if loss is not None and loss.numel() == 1 and not loss.is_complex() else None

@@ -1,0 +1,338 @@
+"""A plain replica of the model that trains beside the engine, to compare the two.
+
+[Note: Phases of a comparison] Each rank has a full copy of the module and of its optimizer, without
+an engine. On the same batch, with the same random numbers, it computes what plain data parallel
+computes. The phases of a step are compared one by one, and each begins with the same input on both
+sides, so that a difference belongs to its phase and is not one that has grown:
+
+    forward     the loss of this rank
+    reduction   the gradient of each parameter, averaged over ranks
+    clipping    the gradient after clipping, from the engine's own mean
+    step        parameters, optimizer states and settings, from the engine's own clipped gradient
+
+Each rank compares its own elements. A gradient is compared with the largest element of the
+parameter's gradient, since single elements near zero are rounding errors; so are the others.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.core.access import full_grad
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.engine.engine import Engine
+from lightning_zero.optim.state_view import raw_states
+from lightning_zero.strategy.strategy import ZeroStrategy
+from lightning_zero.tensors.lazy import LazyTensor
+
+__all__ = ["PhaseDifference", "Replica", "arguments_of_step", "copy_of"]
+
+# Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
+# kernels are rounded in another order.
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_STEP_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # of elementwise operations
+_SCHEDULED = {"lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr"}
+
+
+@dataclass(frozen=True)
+class PhaseDifference:
+    """The first difference between the engine and plain data parallel.
+
+    Attributes:
+        step: `Trainer.global_step`.
+        phase: "forward", "reduction", "clipping" or "step".
+        name: The value that differs.
+        index: Its first element that differs, in the flat parameter; None: it is one number.
+        ours: Value of the engine.
+        plain: Value of plain data parallel.
+        rank: Rank that has found it.
+    """
+
+    step: int
+    phase: str
+    name: str
+    index: int | None
+    ours: float
+    plain: float
+    rank: int
+
+    def __str__(self) -> str:
+        element = "" if self.index is None else f", element {self.index}"
+        return (
+            f"step {self.step}, {self.phase}: {self.name}{element} on rank {self.rank}: "
+            f"{self.ours:.9g} with the engine, {self.plain:.9g} with plain data parallel"
+        )
+
+
+def copy_of(module: pl.LightningModule) -> pl.LightningModule:
+    """A copy of a module that no engine holds yet; it belongs to the same Trainer and logs nothing.
+
+    Call it in a callback's `setup`.
+    """
+    replica = copy.deepcopy(module)  # which has no Trainer
+    replica.trainer = module.trainer
+    for name in ("log", "log_dict"):
+        replica.__dict__[name] = _ignore
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # values are copied later
+        if is_overridden("setup", replica):
+            replica.setup("fit")
+        replica.configure_model()
+    return replica
+
+
+def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
+    """Arguments with which the Trainer calls `training_step`."""
+    has_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return (batch, batch_idx) if has_index else (batch,)
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Replaces `log` of a replica."""
+
+
+class Replica:
+    """Trains a full copy of the module beside the engine. Every rank has one.
+
+    Args:
+        module: Copy of the module, of `copy_of`.
+        strategy: Strategy whose engine holds the original.
+
+    Attributes:
+        difference: The first difference that this rank has found; None: none.
+        num_steps: Steps that were compared.
+    """
+
+    def __init__(self, module: pl.LightningModule, strategy: ZeroStrategy) -> None:
+        self.difference: PhaseDifference | None = None
+        self._module = module
+        self._strategy = strategy
+        self._engine = engine = strategy.engine
+        self._trainer = trainer = module.trainer
+        self._copy_values(engine)
+        optimizers, _ = _init_optimizers_and_lr_schedulers(module)
+        if len(optimizers) != 1 or len(engine.optimizers) != 1:
+            raise ValueError(
+                "the comparison with plain data parallel needs one optimizer, got "
+                f"{len(engine.optimizers)}."
+            )
+        self._optimizer: Optimizer = optimizers[0]
+        self._main: Optimizer = engine.optimizers[0]
+        state = engine.comm.control.broadcast_object(engine.optimizer_state(self._main))
+        if state.get("state"):
+            self._optimizer.load_state_dict(state)
+        self._num_accumulated = trainer.accumulate_grad_batches
+        self._loss: Tensor | None = None
+        self._step = trainer.global_step
+        self._has_step = False
+        self.num_steps = 0
+        plans = [bucket.plan for bucket in engine.buckets]
+        dtype = min((plan.dtype for plan in plans), key=lambda one: one.itemsize)
+        self._tolerance = TOLERANCES[dtype]
+        masters = min((plan.master_dtype for plan in plans), key=lambda one: one.itemsize)
+        self._step_tolerance = _STEP_TOLERANCES.get(masters, TOLERANCES[masters])
+
+    def _copy_values(self, engine: Engine) -> None:
+        """Copies parameters and buffers of the original. Collective."""
+        self._module.to(engine.device)
+        own = dict(self._module.named_parameters())
+        engine.lockstep.barrier("a copy of all parameters")
+        with torch.no_grad():
+            for bucket in engine.buckets:
+                slots, full = bucket.plan.layout.slots, bucket.masters.full_tensors()
+                for slot, value in zip(slots, full, strict=True):
+                    own[slot.name].copy_(value)
+        buffers = dict(self._module.named_buffers())
+        for name, buffer in engine.module.named_buffers():
+            buffers[name].copy_(buffer)
+
+    @property
+    def _pairs(self) -> Iterator[tuple[Bucket, int, str, nn.Parameter]]:
+        own = dict(self._module.named_parameters())
+        for bucket in self._engine.buckets:
+            for index, slot in enumerate(bucket.plan.layout.slots):
+                yield bucket, index, slot.name, own[slot.name]
+
+    # ---------------------------------------------------------------- phases
+
+    def run_micro_batch(self, batch: Any, batch_idx: int) -> None:
+        """Forward and backward of the copy, before those of the module. Local."""
+        device = self._engine.device
+        self._step = self._trainer.global_step
+        for (_, parameter), ours in zip(
+            self._module.named_parameters(), self._engine.module.parameters(), strict=True
+        ):
+            parameter.requires_grad_(ours.requires_grad)
+        devices = [device] if device.type == "cuda" else []
+        plugin = self._strategy.precision_plugin
+        with torch.random.fork_rng(devices), torch.enable_grad(), plugin.train_step_context():
+            output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        self._loss = None if loss is None else loss / self._num_accumulated
+        if self._loss is not None:
+            self._loss.backward()
+
+    def compare_loss(self, loss: Tensor) -> None:
+        """Compares the loss of this rank, before its backward. Local."""
+        if self._loss is not None:
+            self._compare("forward", "the loss", loss, self._loss, self._tolerance)
+
+    def compare_gradients(self) -> None:
+        """Compares the mean gradients, after the last backward of a step. Collective."""
+        chosen = [pair for pair in self._pairs if pair[-1].requires_grad]
+        if not chosen:
+            return
+        with torch.no_grad():
+            local = [torch.zeros_like(p) if p.grad is None else p.grad for *_, p in chosen]
+            flat = torch.cat([grad.reshape(-1) for grad in local])
+            mean = self._strategy.reduce(flat, reduce_op="mean")
+            parts = mean.split([grad.numel() for grad in local])
+            for (bucket, index, name, _), part in zip(chosen, parts, strict=True):
+                self._compare_gradient("reduction", bucket, index, name, part)
+
+    def prepare_step(self) -> None:
+        """Copies the engine's gradients and settings, and clips them. Collective."""
+        for parameter, ours in zip(
+            self._module.parameters(), self._engine.module.parameters(), strict=True
+        ):
+            grad = full_grad(ours)
+            parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        groups = zip(self._optimizer.param_groups, self._main.param_groups, strict=True)
+        for group, other in groups:
+            group.update({key: other[key] for key in _SCHEDULED & other.keys()})
+        limit = self._trainer.gradient_clip_val
+        if limit:
+            parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+            if self._trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+                nn.utils.clip_grad_value_(parameters, limit)
+            else:
+                nn.utils.clip_grad_norm_(parameters, limit)
+        self._has_step = True
+
+    def compare_step(self) -> None:
+        """Steps the copy and compares, after the step of the engine. Local."""
+        if not self._has_step:
+            return
+        self._has_step = False
+        self.num_steps += 1
+        self._engine.worker.drain()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if self._trainer.gradient_clip_val:
+                for bucket, index, name, parameter in self._pairs:
+                    if parameter.grad is not None:
+                        self._compare_gradient("clipping", bucket, index, name, parameter.grad)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            for bucket, index, name, parameter in self._pairs:
+                ours = bucket.masters.shard_views()[index]
+                self._compare_slice("step", name, ours, bucket, index, parameter, wide=True)
+                self._compare_states(bucket, index, name, parameter)
+        self._compare_settings()
+
+    def _compare_states(
+        self, bucket: Bucket, index: int, name: str, parameter: nn.Parameter
+    ) -> None:
+        ours = raw_states(self._main).get(bucket.parameters[index], {})
+        for key, plain in self._optimizer.state.get(parameter, {}).items():
+            value = ours.get(key)
+            if not isinstance(plain, Tensor) or not isinstance(value, Tensor):
+                continue
+            if plain.shape == parameter.shape and parameter.dim():
+                self._compare_slice(
+                    "step", f"{key} of {name}", value, bucket, index, plain, wide=True
+                )
+            elif plain.numel() == 1 and value.numel() == 1:
+                self._compare("step", f"{key} of {name}", value, plain, self._step_tolerance)
+
+    def _compare_settings(self) -> None:
+        groups = zip(self._optimizer.param_groups, self._main.param_groups, strict=True)
+        for number, (plain, ours) in enumerate(groups):
+            for key, value in plain.items():
+                if key in _SCHEDULED or isinstance(value, bool):
+                    continue
+                if isinstance(value, (int, float)) and isinstance(ours.get(key), (int, float)):
+                    self._compare(
+                        "step",
+                        f"{key} of parameter group {number}",
+                        torch.tensor(float(ours[key]), dtype=torch.float64),
+                        torch.tensor(float(value), dtype=torch.float64),
+                        self._tolerance,
+                    )
+
+    # ---------------------------------------------------------------- comparison
+
+    def _compare_gradient(
+        self, phase: str, bucket: Bucket, index: int, name: str, plain: Tensor
+    ) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            ours = bucket.grads.fetch(index)
+        if ours is None:
+            ours = plain.new_zeros(len(bucket.owned(index)))
+        self._compare_slice(phase, f"the gradient of {name}", ours, bucket, index, plain)
+
+    def _compare_slice(
+        self,
+        phase: str,
+        name: str,
+        ours: Tensor,
+        bucket: Bucket,
+        index: int,
+        plain: Tensor,
+        *,
+        wide: bool = False,
+    ) -> None:
+        """Compares this rank's elements with those of the full tensor `plain`."""
+        if self.difference is not None:
+            return
+        values = ours.read() if isinstance(ours, LazyTensor) else ours
+        own = bucket.owned(index)
+        flat = plain.detach().reshape(-1)
+        part = flat[own.start : own.stop]
+        values = values.detach().reshape(-1)
+        if not part.numel() or values.numel() != part.numel():
+            return
+        tolerance = self._step_tolerance if wide else self._tolerance
+        scale = float(flat.abs().nan_to_num().max())
+        self._compare(phase, name, values, part, tolerance, scale=scale, start=own.start)
+
+    def _compare(
+        self,
+        phase: str,
+        name: str,
+        ours: Tensor,
+        plain: Tensor,
+        tolerance: float,
+        *,
+        scale: float | None = None,
+        start: int | None = None,
+    ) -> None:
+        if self.difference is not None:
+            return
+        one = ours.detach().to(device="cpu", dtype=torch.float64).reshape(-1)
+        other = plain.detach().to(device="cpu", dtype=torch.float64).reshape(-1)
+        limit = tolerance * (float(other.abs().nan_to_num().max()) if scale is None else scale)
+        is_same = ((one - other).abs() <= limit + 1e-12) | (one == other)
+        is_same |= one.isnan() & other.isnan()
+        if bool(is_same.all()):
+            return
+        index = int((~is_same).nonzero()[0])
+        self.difference = PhaseDifference(
+            self._step,
+            phase,
+            name,
+            None if start is None else start + index,
+            float(one[index]),
+            float(other[index]),
+            self._engine.comm.rank,
+        )

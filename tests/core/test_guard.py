@@ -1,0 +1,303 @@
+"""NaN and infinity in a gradient are named on all ranks, and a step with them can be left out."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, NonfiniteGradientError, NonfiniteGradientWarning, ZeroConfig
+from tests.support.fitting import arrays
+from tests.support.ranks import run_ranks
+
+NAN, INF = float("nan"), float("inf")
+ACCUMULATION = 4
+NVME = {"device": "nvme", "nvme_path": "."}
+TIERS = {
+    "device": ({}, {}),
+    "cpu": ({"offload_optimizer": "cpu"}, {"offload_param": "cpu"}),
+    "nvme": ({"offload_optimizer": NVME}, {"offload_param": NVME}),
+}
+CELLS = [(0, "device")] + [(stage, tier) for stage in (1, 2, 3) for tier in TIERS]
+
+
+class _Poison(torch.autograd.Function):
+    """The identity; sets the first elements of the gradient."""
+
+    @staticmethod
+    def forward(ctx, weight, values):
+        ctx.values = values
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad.view(-1)[: len(ctx.values)] = torch.tensor(ctx.values)
+        return grad, None
+
+
+class Layer(nn.Linear):
+    poison = ()
+
+    def forward(self, x):
+        weight = _Poison.apply(self.weight, self.poison) if self.poison else self.weight
+        return torch.tanh(nn.functional.linear(x, weight, self.bias))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(6, 6) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def options_of(stage, tier):
+    optimizer, param = TIERS[tier]
+    return {"stage": stage, "reduce_bucket_size": 50} | optimizer | (param if stage == 3 else {})
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def engine_for(options, make_optimizer=adamw):
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = make_optimizer(module.parameters())
+    return module, optimizer, Engine(module, optimizers=[optimizer], config=ZeroConfig(**options))
+
+
+def micro_batch(rank, step, number):
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + number)
+    return torch.randn(2, 6, generator=generator)
+
+
+def backward(engine, module, rank, step, poison=(), at=2):
+    """All micro-batches of a step. Rank 1 has `poison` in a weight of micro-batch `at`."""
+    for number in range(ACCUMULATION):
+        module.blocks[1].poison = poison if rank == 1 and number == at else ()
+        is_last = number == ACCUMULATION - 1
+        with contextlib.nullcontext() if is_last else engine.no_sync():
+            engine.backward(module(micro_batch(rank, step, number)) / ACCUMULATION)
+
+
+def states(engine, module, optimizer):
+    """Full parameters and optimizer states, on rank 0."""
+    from lightning_zero import gathered
+
+    with gathered(module), torch.no_grad():
+        found = {name: p.detach().clone().numpy() for name, p in module.named_parameters()}
+    for index, state in engine.optimizer_state(optimizer).get("state", {}).items():
+        found |= {f"{index} {key}": np.array(value) for key, value in state.items()}
+    return found
+
+
+def assert_equal(some, others):
+    assert list(some) == list(others)
+    for name, value in some.items():
+        np.testing.assert_array_equal(value, others[name], err_msg=name)
+
+
+def _warn(rank, world_size, stage, tier, policy):
+    module, _, engine = engine_for(options_of(stage, tier) | {"on_nonfinite": policy})
+    texts, reports = [], []
+    for step in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            backward(engine, module, rank, step, (NAN, INF, NAN) if step == 1 else ())
+        texts.append([str(w.message) for w in caught if w.category is NonfiniteGradientWarning])
+        reports.append(engine.guard.last_report)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    return texts, reports[1], arrays(module.state_dict())
+
+
+@pytest.mark.default_cases("0-device", "1-device", "3-device", "2-cpu")
+@pytest.mark.shows("`on_nonfinite`")
+@pytest.mark.parametrize(("stage", "tier"), CELLS)
+def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
+    warned = run_ranks(2, _warn, stage, tier, "warn")
+    assert len({repr(texts) for texts, _, _ in warned}) == 1
+    (before, text, _), report, _ = warned[0]
+    assert before == []
+    assert len(text) == 1
+    assert "rank 1, micro-batch 2: blocks.1.weight: 2 NaN and 1 infinity in 36 elements" in text[0]
+    assert "in step 1, before their reduction" in text[0]
+    assert [loss > 0 for loss in report.losses] == [True, True]
+    assert report.found[0].rank == 1
+    assert report == warned[1][1]
+    silent = run_ranks(2, _warn, stage, tier, None)
+    assert silent[0][:2] == ([[], [], []], None)
+    assert_equal(warned[0][2], silent[0][2])  # "warn" changes no value
+
+
+def _stop(rank, world_size, stage, tier):
+    module, optimizer, engine = engine_for(options_of(stage, tier) | {"on_nonfinite": "stop"})
+    backward(engine, module, rank, 0)
+    engine.step()
+    engine.zero_grad()
+    before = states(engine, module, optimizer)
+    with pytest.raises(NonfiniteGradientError, match=r"rank 1, micro-batch 2: blocks\.1\.weight"):
+        backward(engine, module, rank, 1, (NAN,))
+    after = states(engine, module, optimizer)
+    for step in (2, 3):  # and training can continue
+        engine.zero_grad()
+        backward(engine, module, rank, step)
+        engine.step()
+    later = states(engine, module, optimizer)
+    engine.close()
+    return before, after, later
+
+
+@pytest.mark.default_cases("1-device", "3-cpu")
+@pytest.mark.parametrize(("stage", "tier"), CELLS)
+def test_stop_leaves_parameters_and_optimizer_as_before_the_step(stage, tier):
+    ranks = run_ranks(2, _stop, stage, tier)
+    for before, after, later in ranks:
+        assert_equal(before, after)
+        assert any((later[name] != value).any() for name, value in before.items())
+
+
+class CountingAdam(torch.optim.Adam):
+    """Counts its calls in its settings, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["lr"] = 0.01 / group["k"]
+        return super().step(closure)
+
+
+def counting(parameters):
+    return CountingAdam(parameters, lr=0.01)
+
+
+def _skip(rank, world_size, options, make_optimizer, poison):
+    module, optimizer, engine = engine_for(options | {"on_nonfinite": "skip"}, make_optimizer)
+    for step in range(4):
+        if step == 1 and not poison:
+            continue
+        if step == 1:
+            with pytest.warns(NonfiniteGradientWarning, match=r"is skipped \(1 in a row\)"):
+                backward(engine, module, rank, step, poison)
+        else:
+            backward(engine, module, rank, step)
+        engine.step()
+        engine.zero_grad()
+    result = states(engine, module, optimizer)
+    settings = {
+        key: optimizer.param_groups[0][key] for key in ("lr", "k") if make_optimizer is counting
+    }
+    num_skipped = engine.guard.num_skipped
+    engine.close()
+    return result, settings, num_skipped
+
+
+@pytest.mark.default_cases("0-device", "1-device", "3-nvme")
+@pytest.mark.parametrize(("stage", "tier"), CELLS)
+def test_skip_equals_a_run_without_the_batch(stage, tier):
+    _assert_skips(options_of(stage, tier), adamw)
+
+
+@pytest.mark.parametrize("options", [{"stage": 2, "overlap_step": True}, {"stage": 3}])
+@pytest.mark.parametrize("make_optimizer", [adamw, counting])
+@pytest.mark.slow
+def test_skip_with_other_steps_equals_a_run_without_the_batch(options, make_optimizer):
+    _assert_skips(options, make_optimizer)
+
+
+def test_an_optimizer_that_counts_its_calls_does_not_count_a_skipped_one():
+    _assert_skips({"stage": 1}, counting)
+
+
+def _assert_skips(options, make_optimizer):
+    skipped = run_ranks(2, _skip, options, make_optimizer, (INF,))
+    expected = run_ranks(2, _skip, options, make_optimizer, ())
+    for (state, settings, num_skipped), (other, other_settings, _) in zip(
+        skipped, expected, strict=True
+    ):
+        assert_equal(state, other)
+        assert settings == other_settings
+        assert num_skipped == 1
+
+
+def _skip_on(rank, world_size):
+    module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip", "max_skips": 2})
+    texts = []
+    for step, poison in enumerate([(NAN,), (NAN,), (), (NAN,), (NAN,), (NAN,)]):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                backward(engine, module, rank, step, poison)
+            except NonfiniteGradientError as error:
+                texts.append((step, str(error)))
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    return texts
+
+
+def test_more_than_max_skips_in_a_row_is_an_error():
+    for texts in run_ranks(2, _skip_on):
+        [(step, text)] = texts
+        assert step == 5
+        assert "More than max_skips=2 steps in a row" in text
+
+
+def _huge(rank, world_size):
+    """Finite values whose sum is infinite; and a parameter whose gradient comes late."""
+    module, _, engine = engine_for({"stage": 2, "on_nonfinite": "stop"})
+    backward(engine, module, rank, 0, (3e38, 3e38))
+    engine.close()
+
+
+def test_huge_finite_gradients_are_not_reported():
+    run_ranks(2, _huge)
+
+
+def _branches(rank, world_size, stage):
+    """A parameter that only rank 1 uses is reduced after the end of the backward."""
+    torch.manual_seed(0)
+    module = Net()
+    module.blocks.append(Layer(6, 6))
+    engine = Engine(
+        module,
+        optimizers=[adamw(module.parameters())],
+        config=ZeroConfig(stage=stage, on_nonfinite="stop"),
+    )
+    last = module.blocks[3]
+    for step in range(3):
+        del module.blocks[3:]
+        if rank == 1 and step == 2:
+            module.blocks.append(last)
+            last.poison = (NAN,)
+        loss = module(micro_batch(rank, step, 0))
+        if step < 2:
+            engine.backward(loss)
+            engine.step()
+            engine.zero_grad()
+            continue
+        with pytest.raises(NonfiniteGradientError, match=r"rank 1, micro-batch 0: blocks\.3"):
+            engine.backward(loss)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_of_one_rank_only_is_named(stage):
+    run_ranks(2, _branches, stage)
+
+
+def test_unknown_reactions_are_refused():
+    with pytest.raises(ValueError, match="on_nonfinite must be"):
+        ZeroConfig(on_nonfinite="raise")
+    with pytest.raises(ValueError, match="max_skips"):
+        ZeroConfig(max_skips=-1)

@@ -1,0 +1,241 @@
+"""The callback Audit: silent in correct runs, and named differences in wrong ones."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero.callbacks import Audit
+from tests.support.fitting import fit, fit_ranks, settings
+from tests.support.models import (
+    OPTIMIZERS,
+    SCHEDULERS,
+    ConvModule,
+    FrozenModule,
+    GPTModule,
+    MLPModule,
+    TiedModule,
+    UnusedModule,
+)
+from tests.support.ranks import run_ranks
+
+
+class Corrupt(Callback):
+    """Changes the engine when training begins: gradients of one bucket, or its average."""
+
+    def __init__(self, factor, step=1):
+        self.factor, self.step = factor, step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step != self.step:
+            return
+        grads = trainer.strategy.engine.buckets[-1].grads
+        publish, factor = grads.publish, self.factor
+
+        def corrupted(touched):
+            if grads.main_grad is not None:
+                grads.main_grad.mul_(factor)
+            publish(touched)
+
+        if "publish" not in vars(grads):
+            grads.publish = corrupted
+
+
+class Normed(torch.optim.Optimizer):
+    """SGD that is divided by the norm of all gradients, kept in a setting; as Prodigy's `d`."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1, "d": 1.0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        if grads:
+            total = float(sum(grad.square().sum() for grad in grads).sqrt())
+            for group in self.param_groups:
+                group["d"] = total
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.sub_(p.grad, alpha=group["lr"] / total)
+        return loss
+
+
+class NormedModule(MLPModule):
+    def configure_optimizers(self):
+        return Normed(self.parameters())
+
+
+def audit(**options):
+    return Audit(every_n_steps=2, against_data_parallel=3, **options)
+
+
+def run(spec, factory, callbacks=(), **options):
+    options = {"callbacks": [*callbacks, audit()]} | options
+    return fit_ranks(2, spec, factory, options)
+
+
+def text_of(call):
+    with pytest.raises(AssertionError) as caught:
+        call()
+    assert "AuditError" in str(caught.value)
+    return str(caught.value)
+
+
+mlp = partial(MLPModule, ranks=2)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_gradient_scaled_in_one_bucket_is_found(stage):
+    text = text_of(lambda: run(settings(stage, reduce_bucket_size=50), mlp, [Corrupt(1.001)]))
+    assert "the engine and plain data parallel compute different values" in text
+    assert "step 1, reduction: the gradient of net." in text
+
+
+def test_a_skipped_average_is_found():
+    text = text_of(lambda: run(settings(3), mlp, [Corrupt(2.0, step=0)]))
+    assert "step 0, reduction: the gradient of net." in text
+    assert "with the engine" in text
+    assert "with plain data parallel" in text
+
+
+def test_an_optimizer_with_a_global_setting_that_is_stepped_elementwise_is_found():
+    factory = partial(NormedModule, ranks=2)
+    text = text_of(lambda: run(settings(1, assume_elementwise=True), factory))
+    assert "step 0, step: net." in text
+
+
+class ForgetScale(Callback):
+    """Writes other parameters to the module on all ranks."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 1:
+            with torch.no_grad():
+                pl_module.net[0].weight.mul_(1.5)
+
+
+def test_other_parameters_are_found_in_the_forward():
+    text = text_of(lambda: run(settings(2), mlp, [ForgetScale()]))
+    assert "step 1, forward: the loss" in text
+
+
+class FlipOnRank1(Callback):
+    """Flips a bit in a replicated parameter of rank 1."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 4 and trainer.global_rank == 1:
+            bucket = trainer.strategy.engine.buckets[0]
+            bucket.wait_for_unshard()  # else the all-gather overwrites it
+            view = bucket.unsharded_params.views[0]
+            view.detach().view(-1).view(torch.int32)[0] ^= 1
+
+
+def test_a_flipped_bit_ends_training_on_all_ranks():
+    def call():
+        fit_ranks(
+            2,
+            settings(1),
+            partial(mlp, num_batches=6),
+            {"callbacks": [FlipOnRank1(), Audit(every_n_steps=4)]},
+        )
+
+    text = text_of(call)
+    assert "audit in step 4: ranks hold different values" in text
+    assert "parameter net." in text
+
+
+# ------------------------------------------------------------------------------------ silent cells
+
+MODELS = {
+    "gpt": GPTModule,
+    "conv": ConvModule,
+    "mlp": MLPModule,
+    "tied": TiedModule,
+    "frozen": FrozenModule,
+    "unused": UnusedModule,
+}
+
+
+def cells():
+    """Cells of the parity tables of tests/strategy: stage, settings, model and Trainer."""
+    for stage in range(4):
+        for model in MODELS:
+            yield {"stage": stage}, model, {}, {"accumulate_grad_batches": 2}
+        yield {"stage": stage}, "gpt", {}, {"gradient_clip_val": 0.05}
+        yield {"stage": stage}, "gpt", {"optimizer": "sgd"}, {"precision": "bf16-mixed"}
+    for stage in (1, 3):
+        for optimizer in OPTIMIZERS:
+            yield {"stage": stage}, "mlp", {"optimizer": optimizer}, {}
+        for scheduler in SCHEDULERS:
+            yield {"stage": stage}, "mlp", {"scheduler": scheduler}, {}
+    for options in (
+        {"reduce_bucket_size": 500},
+        {"overlap_comm": False},
+        {"overlap_step": True},
+        {"offload_optimizer": "cpu"},
+        {"offload_optimizer": {"device": "nvme", "nvme_path": "."}},
+        {"sharding_group_size": 1},
+    ):
+        yield {"stage": 2} | options, "gpt", {}, {"accumulate_grad_batches": 2}
+
+
+CELLS = list(cells())
+FAST = [CELLS[0], CELLS[14], CELLS[30], CELLS[-2]]
+
+
+def _fit_all(rank, world_size, chosen):
+    found = []
+    for spec, model, arguments, options in chosen:
+        factory = partial(MODELS[model], ranks=world_size, num_batches=4, **arguments)
+        callback = audit()
+        outcome = fit(rank, world_size, spec, factory, options | {"callbacks": [callback]})
+        found.append(len(outcome.losses))
+    return found
+
+
+def test_the_audit_is_silent_in_some_cells():
+    assert run_ranks(2, _fit_all, FAST, has_group=False) == [[4] * len(FAST)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("part", range(6))
+def test_the_audit_is_silent_in_the_parity_cells(part):
+    assert len(CELLS) >= 50
+    chosen = CELLS[part::6]
+    found = run_ranks(2, _fit_all, chosen, has_group=False, timeout_s=300.0)
+    assert found == [[4] * len(chosen)] * 2
+
+
+class CorruptFile(Callback):
+    """Changes a shard of rank 1 between the write of a checkpoint and the next batch."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            shards = trainer.strategy.engine.buckets[0].shards
+            shards.values(0).view(-1).view(torch.int32)[0] ^= 1
+
+
+@pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_shard_that_differs_from_the_new_checkpoint_is_found(checkpoint, tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saver, Audit(every_n_steps=100)]}
+    spec = settings(3, checkpoint=checkpoint)
+    fit_ranks(2, spec, mlp, options)  # no difference
+    options["callbacks"].insert(0, CorruptFile())
+    text = text_of(lambda: fit_ranks(2, spec, mlp, options))
+    assert "the checkpoint differs from the values that were saved" in text
+    assert "of rank 1: 1 differ from" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"every_n_steps": -1}, {"against_data_parallel": True}, {"on_difference": "raise"}],
+)
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match=next(iter(arguments))):
+        Audit(**arguments)

@@ -1,0 +1,136 @@
+"""A checkpoint with NaN is marked, and does not replace the last one without."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_zero import open_checkpoint
+from lightning_zero.cli import main
+from tests.support.fitting import make_trainer, settings
+from tests.support.models import GPTModule, MLPModule
+from tests.support.ranks import run_ranks
+
+
+class Poison(Callback):
+    """NaN in a gradient of rank 1 from step 2 on."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step >= 2 and trainer.global_rank == 1:
+            loss.register_hook(lambda grad: grad * float("nan"))
+
+
+def _fit(rank, world_size, stage, checkpoint, saver, policy):
+    torch.manual_seed(0)
+    module = MLPModule(ranks=world_size, num_batches=4)
+    trainer = make_trainer(
+        settings(stage, checkpoint=checkpoint, on_nonfinite=policy),
+        callbacks=[Poison(), ModelCheckpoint("saved", every_n_train_steps=1, **saver)],
+        enable_checkpointing=True,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    texts = [str(one.message) for one in caught]
+    if rank:
+        return None
+    paths = sorted(path.name for path in Path("saved").iterdir())
+    marks = {}
+    for name in paths:
+        opened = open_checkpoint(Path("saved") / name)
+        is_finite = all(bool(v.isfinite().all()) for v in opened["state_dict"].values())
+        note = opened.get("lightning_zero", {})
+        marks[name] = note.get("nonfinite_parameters", []), is_finite
+    return marks, texts
+
+
+@pytest.mark.parametrize(
+    ("stage", "checkpoint"), [(1, "full"), pytest.param(3, "sharded", marks=pytest.mark.slow)]
+)
+def test_the_last_finite_checkpoint_is_kept(stage, checkpoint):
+    marks, texts = run_ranks(2, _fit, stage, checkpoint, {}, "warn", has_group=False)[0]
+    (finite, (no_names, is_finite)), (last, (names, is_last_finite)) = marks.items()
+    assert "step=2" in finite
+    assert (no_names, is_finite) == ([], True)
+    assert "step=4" in last
+    assert not is_last_finite
+    assert "net.0.weight" in names
+    assert any("is kept: it is the last checkpoint that was saved from finite" in t for t in texts)
+
+
+def test_an_overwritten_checkpoint_is_moved_aside():
+    saver = {"save_top_k": 0, "save_last": True}
+    saver = {"filename": "only", "enable_version_counter": False}
+    marks, _ = run_ranks(2, _fit, 2, "full", saver, "warn", has_group=False)[0]
+    assert {name: is_finite for name, (_, is_finite) in marks.items()} == {
+        "only-finite.ckpt": True,
+        "only.ckpt": False,
+    }
+
+
+@pytest.mark.slow
+def test_skipped_steps_leave_every_checkpoint_finite():
+    marks, _ = run_ranks(2, _fit, 2, "full", {}, "skip", has_group=False)[0]
+    assert all(is_finite and not names for names, is_finite in marks.values())
+
+
+def test_inspect_and_audit_report_a_non_finite_checkpoint(tmp_path, capsys):
+    trainer = make_trainer(settings(1), devices=1, max_steps=1, default_root_dir=tmp_path)
+    module = partial(MLPModule, num_batches=1)()
+    trainer.fit(module)
+    good, bad = str(tmp_path / "good.ckpt"), str(tmp_path / "bad.ckpt")
+    trainer.save_checkpoint(good)
+    saved = torch.load(good, weights_only=True)
+    saved["state_dict"]["net.0.bias"][2] = float("inf")
+    saved["optimizer_states"][0]["state"][1]["step"] += 1
+    saved["lightning_zero"] = {"nonfinite_parameters": ["net.0.bias"]}
+    torch.save(saved, bad)
+    assert main(["audit", good]) == 0
+    assert "are finite and consistent" in capsys.readouterr().out
+    assert main(["audit", bad]) == 1
+    out = capsys.readouterr().out
+    assert "state_dict/net.0.bias: 0 NaN and 1 infinite of 13 elements" in out
+    assert "optimizer 0: parameters have different step counts: 1, 2" in out
+    assert main(["inspect", bad]) == 0
+    assert "saved with NaN or infinity in net.0.bias" in capsys.readouterr().out
+    assert main(["inspect", bad, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["nonfinite_parameters"] == ["net.0.bias"]
+    assert main(["inspect", good]) == 0
+    assert "NaN" not in capsys.readouterr().out
+
+
+class Overflow(GPTModule):
+    """A gradient of float16 overflows in step 1."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1e30 if self.global_step == 1 else loss
+
+
+def _scaled(rank, world_size, policy):
+    torch.manual_seed(0)
+    module = Overflow(ranks=world_size, num_batches=4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer = make_trainer(
+        settings(2, on_nonfinite=policy),
+        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module)
+    return [str(one.message) for one in caught if "non-finite" in str(one.message)]
+
+
+def test_the_loss_scaler_decides_and_its_skips_are_named():
+    for texts in run_ranks(2, _scaled, "stop", has_group=False):
+        assert texts
+        assert any("in step 1, before" in text for text in texts)
+        assert all("The loss scaler decides: it skips the step" in text for text in texts)
