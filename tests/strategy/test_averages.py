@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import (
 from tests.benchmarks.storage import live_storage_bytes
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import ConvModule, MLPModule, TiedModule
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RankError, run_ranks
 
 STAGES = [1, 2, 3]
 
@@ -273,33 +273,32 @@ class Wide(MLPModule):
         self.net = torch.nn.Sequential(torch.nn.Linear(8, 4096), torch.nn.Linear(4096, 3))
 
 
-def _weigh(rank, world_size):
-    """Bytes of the average and in all, elements, reported bytes, by stage and precision."""
-    weights = {}
-    for stage in STAGES:
-        for precision in ("32-true", "bf16-mixed"):
-            live = []
-            for make in ([], [CALLBACKS["EMAWeightAveraging"]]):
-                module = Wide(ranks=world_size)
-                callbacks = [*(one() for one in make), Weigh()]
-                options = {"precision": precision, "limit_val_batches": 1}
-                gc.collect()
-                gc.freeze()  # earlier objects are not counted
-                before = live_storage_bytes()
-                make_trainer(settings(stage), callbacks=callbacks, **options).fit(module)
-                live.append(module.live_bytes - before)
-            numel = sum(p.numel() for p in module.parameters())
-            weights[stage, precision] = module.bytes, live[1] - live[0], numel, module.reported
-    return weights
+def _weigh(rank, world_size, stage, precision):
+    """Bytes of the average and in all, elements, reported bytes."""
+    live = []
+    for make in ([], [CALLBACKS["EMAWeightAveraging"]]):
+        module = Wide(ranks=world_size)
+        callbacks = [*(one() for one in make), Weigh()]
+        options = {"precision": precision, "limit_val_batches": 1}
+        gc.collect()
+        gc.freeze()  # earlier objects are not counted
+        before = live_storage_bytes()
+        make_trainer(settings(stage), callbacks=callbacks, **options).fit(module)
+        live.append(module.live_bytes - before)
+    numel = sum(p.numel() for p in module.parameters())
+    return module.bytes, live[1] - live[0], numel, module.reported
 
 
 @pytest.mark.shows("averages of weights at 4/N bytes per parameter")
-def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks():
-    for of_rank in run_ranks(2, _weigh, has_group=False, timeout_s=120):
-        for case, (own, added, numel, reported) in of_rank.items():
-            assert reported == own
-            assert own == pytest.approx(4 * numel / 2, rel=0.01), case  # padding
-            assert added == pytest.approx(own, rel=0.02), case
+@pytest.mark.default_cases("32-true-1", "bf16-mixed-3")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks(precision, stage):
+    for found in run_ranks(2, _weigh, stage, precision, has_group=False):
+        own, added, numel, reported = found
+        assert reported == own
+        assert own == pytest.approx(4 * numel / 2, rel=0.01)  # padding
+        assert added == pytest.approx(own, rel=0.02)
 
 
 # ---------------------------------------------------------------- refused functions, and others
@@ -309,22 +308,30 @@ def _normed(average, current, number):
     return average + (current - average) / current.norm()
 
 
-def _refused(rank, world_size):
-    for make in (
-        partial(WeightAveraging, avg_fn=_normed),
-        partial(StochasticWeightAveraging, swa_lrs=1e-2, avg_fn=_normed),
-    ):
-        for stage in STAGES:
-            with pytest.raises(ValueError, match=r"averaging function .* is not elementwise"):
-                train(settings(stage), make, partial(MLPModule, ranks=world_size))
-    train(settings(0), make, partial(MLPModule, ranks=world_size))
+NOT_ELEMENTWISE = {
+    "WeightAveraging": partial(WeightAveraging, avg_fn=_normed),
+    "StochasticWeightAveraging": partial(StochasticWeightAveraging, swa_lrs=1e-2, avg_fn=_normed),
+}
+
+
+def _average_norms(rank, world_size, stage, name):
+    train(settings(stage), NOT_ELEMENTWISE[name], partial(MLPModule, ranks=world_size))
 
 
 @pytest.mark.refuses(
     "an averaging function that is not elementwise", because="each rank averages its shards"
 )
-def test_an_averaging_function_that_needs_full_tensors_is_refused():
-    run_ranks(2, _refused, has_group=False)
+@pytest.mark.default_cases("WeightAveraging-1", "StochasticWeightAveraging-3")
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", NOT_ELEMENTWISE)
+def test_an_averaging_function_that_needs_full_tensors_is_refused(name, stage):
+    with pytest.raises(RankError, match=r"averaging function .* is not elementwise") as raised:
+        run_ranks(2, _average_norms, stage, name, has_group=False)
+    assert str(raised.value).count("ValueError: the averaging function of") >= 2
+
+
+def test_stage_0_averages_with_any_function():
+    run_ranks(2, _average_norms, 0, "StochasticWeightAveraging", has_group=False)
 
 
 class Look(pl.Callback):

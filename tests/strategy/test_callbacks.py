@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support.cells import SHARDED_STAGE
-from tests.support.fitting import assert_same, fit, make_trainer, settings
+from tests.support.fitting import assert_same, fit, make_trainer, run_once, settings
 from tests.support.models import MLPModule, Recorder
 from tests.support.ranks import run_ranks
 
@@ -103,64 +103,52 @@ def _finetuning(make, folder=None):
     }
 
 
-def _finetune(rank, world_size, make):
-    """Results of a run by stage, and of one resumed after the first part was unfrozen."""
-    factory = partial(BackboneModule, ranks=2)
-    specs = {"auto": "auto"} if world_size == 1 else {stage: settings(stage) for stage in STAGES}
-    results = {}
-    for name, spec in specs.items():
-        options = _finetuning(make, f"run {name}")
-        results[name] = fit(rank, world_size, spec, factory, options)
-        path = f"run {name}/epoch=1.ckpt"
-        options = _finetuning(make)
-        results[f"{name} again"] = fit(rank, world_size, spec, factory, options, ckpt_path=path)
-    return results
+def _finetune(rank, world_size, spec, name):
+    """Outcomes of a run, and of one resumed after the first part was unfrozen."""
+    factory, make = partial(BackboneModule, ranks=2), FINETUNING[name]
+    first = fit(rank, world_size, spec, factory, _finetuning(make, "run"))
+    path = "run/epoch=1.ckpt"
+    return first, fit(rank, world_size, spec, factory, _finetuning(make), ckpt_path=path)
 
 
-@pytest.mark.default_cases("BackboneFinetuning")
+@pytest.mark.default_cases("BackboneFinetuning-1", "BackboneFinetuning-3")
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in FINETUNING]
 )
-def test_what_is_unfrozen_trains_with_averaged_gradients_also_after_a_resume(name):
-    (reference,) = run_ranks(1, _finetune, FINETUNING[name], has_group=False)
-    ours = run_ranks(2, _finetune, FINETUNING[name], has_group=False, timeout_s=180)
-    num_groups = len(reference["auto"].learning_rates)
+def test_what_is_unfrozen_trains_with_averaged_gradients_also_after_a_resume(name, stage):
+    reference = run_once(1, _finetune, "auto", name)
+    num_groups = len(reference[0][0].learning_rates)
     assert num_groups == {"BackboneFinetuning": 2, "BaseFinetuning": 3}[name]
-    for stage in STAGES:
-        assert_same([outcomes[stage] for outcomes in ours], [reference["auto"]])
-        # Lightning freezes the backbone again; the groups exist.
-        again = [outcomes[f"{stage} again"] for outcomes in ours]
-        assert_same(again, [reference["auto again"]])
+    ours = run_ranks(2, _finetune, settings(stage), name, has_group=False)
+    for one, expected in zip(zip(*ours, strict=True), zip(*reference, strict=True), strict=True):
+        assert_same(one, expected)  # Lightning freezes the backbone again; the groups exist
 
 
 # ---------------------------------------------------------------- pruning
 
 
-def _prune(rank, world_size, specs):
-    outcomes = []
-    for spec in specs:
-        pruning = ModelPruning(
-            "l1_unstructured", amount=0.3, parameter_names=["weight"], verbose=1,
-            use_lottery_ticket_hypothesis=lambda epoch: epoch == 0,
-        )  # fmt: skip
-        options = {"callbacks": [pruning], "max_epochs": 3}
-        factory = partial(MLPModule, ranks=world_size)
-        outcomes.append(fit(rank, world_size, spec, factory, options, is_saving=True))
-    return outcomes
+def _prune(rank, world_size, spec):
+    pruning = ModelPruning(
+        "l1_unstructured", amount=0.3, parameter_names=["weight"], verbose=1,
+        use_lottery_ticket_hypothesis=lambda epoch: epoch == 0,
+    )  # fmt: skip
+    options = {"callbacks": [pruning], "max_epochs": 3}
+    return fit(rank, world_size, spec, partial(MLPModule, ranks=2), options, is_saving=True)
 
 
-@pytest.mark.shows("ModelPruning", stages=(1, 2))
-def test_pruning_equals_ddp_where_parameters_are_replicated():
-    specs = ["ddp", settings(1), settings(2)]
-    results = run_ranks(2, _prune, specs, has_group=False, timeout_s=180)
-    reference, *ours = zip(*results, strict=True)
+@pytest.mark.shows("ModelPruning")
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("stage", [1, 2])
+def test_pruning_equals_ddp_where_parameters_are_replicated(stage):
+    reference = run_once(2, _prune, "ddp")
+    ours = run_ranks(2, _prune, settings(stage), has_group=False)
     zeros = [(reference[0].state[f"net.{i}.weight"] == 0).mean() for i in (0, 2)]
     assert max(zeros) > 0.5
-    for outcomes in ours:
-        assert_same(outcomes, reference)
-        saved, expected = outcomes[0].checkpoint, reference[0].checkpoint
-        assert list(saved["state_dict"]) == list(expected["state_dict"])
-        torch.testing.assert_close(saved["state_dict"], expected["state_dict"])
+    assert_same(ours, reference)
+    saved, expected = ours[0].checkpoint, reference[0].checkpoint
+    assert list(saved["state_dict"]) == list(expected["state_dict"])
+    torch.testing.assert_close(saved["state_dict"], expected["state_dict"])
 
 
 @pytest.mark.refuses(
@@ -307,20 +295,12 @@ def _spike(rank, world_size, spec):
     return detection.bad_batches
 
 
-def _watch_all(rank, world_size):
-    """Records by strategy: with one progress bar and summary, with the others, and a spike."""
-    seen = {}
-    for spec in ("ddp", *map(settings, STAGES)):
-        name = "ddp" if spec == "ddp" else spec["stage"]
-        seen[name] = _watch(rank, world_size, spec, "TQDMProgressBar", "ModelSummary")
-        seen[name]["rich"] = _watch(rank, world_size, spec, "RichProgressBar", "RichModelSummary")
-        seen[name]["spike"] = _spike(rank, world_size, spec)
+def _watch_all(rank, world_size, spec):
+    """Records with one progress bar and summary, with the others, and of a spike."""
+    seen = _watch(rank, world_size, spec, "TQDMProgressBar", "ModelSummary")
+    seen["rich"] = _watch(rank, world_size, spec, "RichProgressBar", "RichModelSummary")
+    seen["spike"] = _spike(rank, world_size, spec)
     return seen
-
-
-@cache
-def _watched():
-    return run_ranks(2, _watch_all, has_group=False, timeout_s=180)
 
 
 def columns(seen, part):
@@ -352,23 +332,30 @@ CHECKS = {
 }
 
 
+def shows_each(names):
+    """A mark for each of `names`."""
+
+    def decorate(function):
+        for name in names:
+            function = pytest.mark.shows(name)(function)
+        return function
+
+    return decorate
+
+
+@shows_each(CHECKS)
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in CHECKS]
-)
-def test_an_observing_callback_records_the_same_as_under_ddp(name, stage):
-    for seen in _watched():
-        is_logged = "Monitor" in name
-        if not is_logged or "metrics" in seen[stage]:
-            found, expected = (CHECKS[name](seen[key]) for key in (stage, "ddp"))
-            assert found
-            assert found == (pytest.approx(expected) if "Rate" in name else expected)
-        np.testing.assert_allclose(seen[stage]["losses"], seen["ddp"]["losses"], rtol=1e-5)
-        both = zip(seen[stage]["predictions"], seen["ddp"]["predictions"], strict=True)
-        for (ours, _), (other, _) in both:
-            torch.testing.assert_close(ours, other)
-
-
-def test_the_summary_counts_the_full_model():
-    for seen in _watched():
-        assert {seen[stage]["total"] for stage in STAGES} == {8 * 13 + 13 + 13 * 3 + 3}
+def test_observing_callbacks_record_the_same_as_under_ddp(stage):
+    ours = run_ranks(2, _watch_all, settings(stage), has_group=False)
+    reference = run_once(2, _watch_all, "ddp")
+    for seen, of_ddp in zip(ours, reference, strict=True):
+        for name, check in CHECKS.items():
+            if "Monitor" not in name or "metrics" in seen:
+                found, expected = check(seen), check(of_ddp)
+                assert found, name
+                assert found == (pytest.approx(expected) if "Rate" in name else expected), name
+        np.testing.assert_allclose(seen["losses"], of_ddp["losses"], rtol=1e-5)
+        both = zip(seen["predictions"], of_ddp["predictions"], strict=True)
+        for (predicted, _), (expected, _) in both:
+            torch.testing.assert_close(predicted, expected)
+        assert seen["total"] == 8 * 13 + 13 + 13 * 3 + 3  # elements of the full model

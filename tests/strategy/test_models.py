@@ -13,14 +13,13 @@ from lightning.pytorch import Callback
 
 import lightning_zero
 from tests.engine.test_engine_loop import engine_for
-from tests.support.cells import slow_but
 from tests.support.fitting import fit, settings
 from tests.support.hugging_face import MODELS, MORE_MODELS, HuggingFaceModule, llama
 from tests.support.ranks import run_ranks
 
 slow = pytest.mark.slow
 STAGES = [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 3]
-BY_DEFAULT = ("llama", "lora on llama")
+BY_DEFAULT = ("lora on llama",)
 # This kind of checkpointing is refused by DDP.
 REFERENCES = {"reentrant llama": "llama"}
 NUM_STEPS = 5
@@ -103,7 +102,7 @@ def _check(kind, ours, reference):
 @pytest.mark.default_cases("lora on llama-3")
 @pytest.mark.shows("models of transformers and peft (LoRA)")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("kind", slow_but(BY_DEFAULT, MODELS))
+@pytest.mark.parametrize("kind", MODELS)
 def test_a_hugging_face_model_trains_and_resumes_as_under_ddp(kind, stage):
     kinds = BY_DEFAULT if kind in BY_DEFAULT else tuple(k for k in MODELS if k not in BY_DEFAULT)
     trained = _train_ranks(kinds, ("ddp", 3))
