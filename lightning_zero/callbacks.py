@@ -2,8 +2,7 @@
 
 from lightning_zero.observe.audit import Audit
 from lightning_zero.observe.monitor import ZeroMonitor
-from lightning_zero.observe.nonfinite_trace import NonfiniteTrace
 from lightning_zero.observe.progress import ProgressLines
 from lightning_zero.observe.report import MemoryTable
 
-__all__ = ["Audit", "MemoryTable", "NonfiniteTrace", "ProgressLines", "ZeroMonitor"]
+__all__ = ["Audit", "MemoryTable", "ProgressLines", "ZeroMonitor"]

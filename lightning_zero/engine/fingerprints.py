@@ -55,7 +55,7 @@ class Key(NamedTuple):
 
     kind: str  # "parameter", "buffer", "exp_avg of", "setting"
     name: str
-    shard: int | None = None  # place in the shard group; None: all ranks hold the same
+    shard: int | None = None  # its index in the shard group; None: all ranks hold the same
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def _of_parameters(bucket: Bucket) -> Iterator[tuple[Key, int]]:
 
 
 def _shard_of(bucket: Bucket) -> int | None:
-    """Position of this rank in its shard group; None if there is one group, or no shards."""
+    """Index of the shard that this rank holds; None if there is one group, or no shards."""
     mesh = bucket.comm.mesh
     return None if bucket.replicates_optim or mesh.num_replicas == 1 else mesh.shard_rank
 
