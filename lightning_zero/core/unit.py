@@ -57,7 +57,7 @@ class Call:
             self._awaited = set(self._input_keys)
         return is_again
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         """Backward has left this call."""
         self._is_done = True
 
@@ -143,7 +143,7 @@ class Unit:
     def leave_backward(self, call: Call) -> None:
         """All gradients of the inputs of `call` have arrived."""
         self.num_awaited -= 1
-        call.leave()
+        call.finish()
         self.entered.discard(call)
 
     def reset_backward(self) -> None:
