@@ -156,8 +156,8 @@ class NonfiniteGuard:
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
         self.step, self._micro_batch = 0, -1
-        self._next_loss: Tensor | None = None  # of the backward that begins next
-        self._losses: dict[tuple[int, int], Tensor | None] = {}  # by step and micro-batch
+        self._next_loss: Tensor | float | None = None  # of the backward that begins next
+        self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim
@@ -175,7 +175,7 @@ class NonfiniteGuard:
 
         `has_scaler`: a loss scaler skips steps with infinite gradients, which only warn then.
         """
-        self._next_loss = None if loss is None else loss.detach()
+        self._next_loss = None if self.policy is None else _value_of(loss)
         self._has_scaler = has_scaler
 
     def begin(self, *, is_new_step: bool) -> None:
@@ -299,7 +299,7 @@ class NonfiniteGuard:
         """
         self._copy_maxima()
         self._receive(waits=True)
-        losses = {key: _float_of(loss) for key, loss in self._losses.items()}
+        losses = {k: None if loss is None else float(loss) for k, loss in self._losses.items()}
         found, self._found = self._found, []
         by_rank = self._control.gather_objects((found, losses))
         everything = [one for own, _ in by_rank for one in own]
@@ -349,5 +349,8 @@ def _is_finite(values: Tensor) -> bool:
     return cmath.isfinite(values.sum(dtype=dtype).item())
 
 
-def _float_of(loss: Tensor | None) -> float | None:
-    return float(loss) if loss is not None and loss.numel() == 1 and not loss.is_complex() else None
+def _value_of(loss: Tensor | None) -> Tensor | float | None:
+    """Value of `loss`; on a device the tensor, for which the host does not wait."""
+    if loss is None or loss.numel() != 1 or loss.is_complex():
+        return None
+    return float(loss) if loss.device.type == "cpu" else loss.detach()
