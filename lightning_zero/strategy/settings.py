@@ -13,7 +13,7 @@ does not show. `check_memory=False` disables the check.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -366,10 +366,15 @@ def check_memory_fits(
     machine = Machine(
         hardware.num_ranks, hardware.ranks_per_node, has_device_memory=hardware.has_device_memory
     )
-    full_optimizers = find_full_optimizers(optimizers, config)
-    job = Job(module, optimizers, full_optimizers=full_optimizers, fallback=StateSpec())
-    found = estimate(Choice("", "", config), job, machine)
-    missing = _missing(found, memory)
+
+    def needs(full_optimizers: Collection[int]) -> tuple[Job, str]:
+        job = Job(module, optimizers, full_optimizers=full_optimizers, fallback=StateSpec())
+        return job, _missing(estimate(Choice("", "", config), job, machine), memory)
+
+    # Optimizers are probed, which takes time, only if the answer may depend on it.
+    if not any(needs(full)[1] for full in (range(len(optimizers)), ())):
+        return
+    job, missing = needs(find_full_optimizers(optimizers, config))
     if not missing:
         return
     changes = [estimate(c, job, machine) for c in all_choices(config, stages=_STAGES)]
