@@ -5,8 +5,7 @@ core/order.py decides in which order they are unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.plan import UnitPlan
 from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "PrefetchUnit", "Unit", "Unsharder", "prefetch", "with_base"]
+__all__ = ["Call", "Unit", "Unsharder", "with_base"]
 
 
 class Call:
@@ -249,9 +248,22 @@ class Unsharder:
             unit.reshard()
 
     def prefetch(self) -> None:
-        """Unshards the next units, as far as the settings allow."""
+        """Unshards the next units of the schedule, as far as the settings allow."""
+        order, unsharded, config = self._order, self._unsharded, self._config
+        budget, limit = config.prefetch_bucket_size, config.max_live_parameters
         ahead = sum([unit.numel for unit in self._unclaimed]) if self._unclaimed else 0
-        prefetch(self._order, self.units, self._unsharded, self._config, ahead)
+        while config.overlap_comm and (index := order.next_unit) is not None:
+            unit = self.units[index]
+            ahead += unit.numel
+            if unit in unsharded:
+                break  # it may be in use, and be used once more
+            if budget is None and len([one for one in unsharded if not one.stays_unsharded]) > 1:
+                break  # at most one is prefetched
+            if budget is not None and ahead > budget:
+                break
+            if limit is not None and sum([one.numel for one in unsharded]) + unit.numel > limit:
+                break
+            order.prefetch()
         if self._reads_files:
             self._read_ahead()
 
@@ -291,43 +303,3 @@ class Unsharder:
         self._unclaimed.clear()
         for unit in self.units:
             unit.reset_backward()
-
-
-class PrefetchUnit(Protocol):
-    """Part of a unit that `prefetch` uses."""
-
-    numel: int  # of all its sharded buckets, padding included
-    stays_unsharded: bool  # until the end of the step, as the root does
-
-
-def prefetch(
-    order: CollectiveOrder,
-    units: Sequence[PrefetchUnit],
-    unsharded: Collection[PrefetchUnit],
-    config: ZeroConfig,
-    num_prefetched: int,
-) -> None:
-    """Unshards the next units of the schedule, as far as the settings allow.
-
-    Args:
-        order: Decides which unit comes next.
-        units: All units, by number.
-        unsharded: Units that are unsharded, or whose all-gather is in flight.
-        config: Settings of the engine.
-        num_prefetched: Elements that have been unsharded before their use.
-    """
-    if not config.overlap_comm:
-        return
-    budget, limit = config.prefetch_bucket_size, config.max_live_parameters
-    while (index := order.next_unit) is not None:
-        unit = units[index]
-        num_prefetched += unit.numel
-        if unit in unsharded:
-            return  # it may be in use, and be used once more
-        if budget is None and len([one for one in unsharded if not one.stays_unsharded]) > 1:
-            return  # at most one is prefetched
-        if budget is not None and num_prefetched > budget:
-            return
-        if limit is not None and sum([one.numel for one in unsharded]) + unit.numel > limit:
-            return
-        order.prefetch()
