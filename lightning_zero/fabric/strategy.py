@@ -262,8 +262,9 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             config,
             device=self.root_device,
             timeout=self._timeout,
-            watchdog=self._watchdog,
-        )
+            wait_report_s=self._limits.report_s,
+            heartbeat_timeout_s=self._limits.lost_s,
+        )  # with a watchdog of its own: no rank regroups after an exception
         self._engines.append(engine)
         return _ZeroModule(module, engine), optimizers, scheduler
 
