@@ -1,11 +1,11 @@
-"""Names of the strategies, and their registration in Lightning's `StrategyRegistry`.
+"""Names of the strategies, and their registration with Lightning's Trainer and Fabric.
 
 [Note: Light import] Lightning takes seconds to import, and neither the command `lightning-zero` nor
-a training loop with an `Engine` needs it. So the names are registered at once only if Lightning's
-registry is imported already; otherwise right after it is imported. For this, a finder on
-`sys.meta_path`, Python's hook for imports, waits for that one module. It then removes itself, and
-changes nothing else. What is registered is a function that imports `ZeroStrategy` when a Trainer
-asks for it.
+a training loop with an `Engine` needs it. So the names are registered at once only if a registry of
+Lightning is imported already; otherwise right after it is imported. For this, a finder on
+`sys.meta_path`, Python's hook for imports, waits for the module of that registry. It then removes
+itself, and changes nothing else. What is registered is a function that imports a `ZeroStrategy`
+when a Trainer or Fabric asks for it.
 
 Alternatives considered: importing Lightning here is simpler, but every command and every loop would
 wait for it. Lightning has no entry point for strategies.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -23,7 +24,11 @@ from typing import Any
 
 __all__ = ["register", "register_when_imported"]
 
-_REGISTRY_MODULE = "lightning.pytorch.strategies"
+# Modules of Lightning with a registry: its name there, and the module of our class for it.
+_REGISTRIES = {
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_zero.strategy.strategy"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_zero.fabric.strategy"),
+}
 # Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1},
@@ -36,19 +41,21 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_strategy(**settings: Any) -> Any:
-    """Returns a `ZeroStrategy`, which is imported only now."""
-    return importlib.import_module("lightning_zero.strategy.strategy").ZeroStrategy(**settings)
+def make_strategy(module: str, **settings: Any) -> Any:
+    """Returns the `ZeroStrategy` of `module`, which is imported only now."""
+    return importlib.import_module(module).ZeroStrategy(**settings)
 
 
-def register(registry: Any) -> None:
-    """Registers all names in a `StrategyRegistry` of Lightning. Idempotent."""
+def register(module: ModuleType) -> None:
+    """Registers all names in the registry of a module of Lightning. Idempotent."""
+    attribute, of_strategy = _REGISTRIES[module.__name__]
+    registry = getattr(module, attribute)
     for name, settings in _SETTINGS.items():
         for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
             description = f"ZeRO {settings}, processes started by {start_method}"
             registry.register(
                 name + suffix,
-                make_strategy,
+                partial(make_strategy, of_strategy),
                 description,
                 override=True,
                 start_method=start_method,
@@ -58,19 +65,24 @@ def register(registry: Any) -> None:
 
 def register_when_imported() -> None:
     """Registers all names now, or once Lightning is imported. See [Note: Light import]."""
-    if _REGISTRY_MODULE in sys.modules:
-        register(importlib.import_module(_REGISTRY_MODULE).StrategyRegistry)
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    waited_for = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
+    for name in _REGISTRIES:
+        if name in sys.modules:
+            register(importlib.import_module(name))
+        elif name not in waited_for:
+            sys.meta_path.insert(0, _Finder(name))
 
 
 class _Finder(MetaPathFinder):
-    """Finds Lightning's registry as the other finders do, and adds the registration."""
+    """Finds the module `name` as the other finders do, and adds the registration."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != _REGISTRY_MODULE:
+        if fullname != self.name:
             return None
         for finder in [finder for finder in sys.meta_path if finder is not self]:
             spec = finder.find_spec(fullname, path, target)
@@ -94,6 +106,6 @@ class _Loader(Loader):
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        register(module.StrategyRegistry)
+        register(module)
         if self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)

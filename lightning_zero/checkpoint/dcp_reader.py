@@ -39,6 +39,7 @@ from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.checkpoint.save_record import find_foreign_files, find_foreign_items
+from lightning_zero.checkpoint.states import METADATA_KEY
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
@@ -286,11 +287,19 @@ def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -
     return problems + find_foreign_items(folder, metadata, rank, world_size)
 
 
-def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) -> dict[str, Any]:
+def open_sharded(
+    folder: CheckpointPath, *, weights_only: bool | None = None, keeps_keys: bool = False
+) -> dict[str, Any]:
     """Opens a directory as the dict of a Lightning checkpoint; its tensors are not yet read.
 
     Reads the checkpoints of `ZeroStrategy` and Lightning's `ModelParallelStrategy`, a plain state
     dict, and a state dict under "model" with the optimizer's under "optimizer" or "optim".
+
+    Args:
+        folder: The directory.
+        weights_only: As for `torch.load`.
+        keeps_keys: Whether a dict without a "state_dict" keeps its keys. It always does if it was
+            saved with the names of its modules.
 
     Returns:
         "state_dict", "optimizer_states" if there are any (with parameter names as keys, otherwise
@@ -319,7 +328,19 @@ def open_sharded(folder: CheckpointPath, *, weights_only: bool | None = None) ->
         else:
             values[name] = items.load_object(name, weights_only)
     tree = unflatten_state_dict(values, {name: tuple(paths.get(name, (name,))) for name in values})
-    return _merged(_as_lightning(tree), _load_rest(folder, metadata, weights_only))
+    rest = _load_rest(folder, metadata, weights_only)
+    note = rest.get(METADATA_KEY)
+    is_named = isinstance(note, Mapping) and "modules" in note
+    if is_named or (keeps_keys and "state_dict" not in tree):
+        return _with_composites(_merged(tree, rest))
+    return _merged(_as_lightning(tree), rest)
+
+
+def _with_composites(contents: dict[str, Any]) -> dict[str, Any]:
+    """Restores composite tensors in the optimizer states among the entries."""
+    for state in filter(_is_optimizer_state, contents.values()):
+        state["state"] = unflatten_composites(state.get("state", {}))
+    return contents
 
 
 def _load_rest(

@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consis
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath, check_shared
-from lightning_zero.checkpoint.states import MASTERS_KEY
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
@@ -44,6 +44,8 @@ __all__ = [
     "format_of",
     "has_checksums",
     "open_checkpoint",
+    "open_objects",
+    "open_objects_on_all_ranks",
     "open_on_all_ranks",
     "raise_damage",
     "raise_damage_on_any_rank",
@@ -179,12 +181,69 @@ def open_checkpoint(
     located = locate(path)
     recover(located)
     try:
-        return read_consistently(located, lambda: _open_located(located, path, weights_only))
+        opened = read_consistently(located, lambda: _open_located(located, path, weights_only))
     except (LookupError, UnicodeError) as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {printable(str(error))}): it is "
             "damaged, or of an unknown version."
         ) from error
+    return _as_one_module(opened, path)
+
+
+def open_objects(
+    path: str | os.PathLike[str], *, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """As `open_checkpoint`, with the keys that were saved, and any dict of `torch.save`. Local."""
+    located = locate(path)
+    recover(located)
+
+    def read() -> Any:
+        if located.is_dir() and is_sharded(located):
+            return open_sharded(located, weights_only=weights_only, keeps_keys=True)
+        if located.is_file() and is_torch_file(located):
+            return open_torch_file(located, weights_only=weights_only)
+        return _open_located(located, path, weights_only)
+
+    contents = read_consistently(located, read)
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path} contains a {type(contents).__name__}, expected a dict.")
+    return contents
+
+
+def open_objects_on_all_ranks(
+    path: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    gather_for: Callable[[str], Gather],
+    *,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    """As `open_on_all_ranks`, with `open_objects`. Collective: every rank."""
+    _verify_on_all_ranks(path, rank, world_size, gather_for)
+    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
+        return open_objects(path, weights_only=weights_only)
+
+
+def _as_one_module(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
+    """A checkpoint of named objects with one module, as a checkpoint of the Trainer."""
+    metadata = checkpoint.get(METADATA_KEY)
+    if not isinstance(metadata, Mapping) or "modules" not in metadata:
+        return checkpoint
+    names = metadata["modules"]
+    if len(names) != 1:
+        raise ValueError(
+            f"{path} has the states of {len(names)} modules ({', '.join(map(str, names))}), "
+            "expected those of one; load it with fabric.load."
+        )
+    (name,) = names
+    found = dict(checkpoint)
+    found["state_dict"] = found.pop(name)
+    keys = [key for key in metadata.get("optimizers", ()) if key in found]
+    found["optimizer_states"] = [found.pop(key) for key in keys]
+    found.setdefault("lr_schedulers", [])  # the Trainer requires that key
+    if MASTERS_KEY in found:
+        found[MASTERS_KEY] = found[MASTERS_KEY].get(name, {})
+    return found
 
 
 def open_on_all_ranks(
@@ -205,18 +264,28 @@ def open_on_all_ranks(
         ValueError: The checkpoint is damaged, or its format is unknown.
         OSError, RuntimeError: Another rank could not open it.
     """
-    with failing_together(f"reach {path}", gather=gather_for(f"all ranks to reach {path}")):
-        check_shared(path, world_size)
-    with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
-        if rank == 0:
-            recover(locate(path))
-    raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
+    _verify_on_all_ranks(path, rank, world_size, gather_for)
     with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
         checkpoint = open_checkpoint(path, weights_only=weights_only)
     for key, value in checkpoint.items():
         if key not in _READ_FROM_FILE:
             checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
     return checkpoint
+
+
+def _verify_on_all_ranks(
+    path: str | os.PathLike[str],
+    rank: int,
+    world_size: int,
+    gather_for: Callable[[str], Gather],
+) -> None:
+    """Recovers a checkpoint of a killed job, and verifies it. Collective: every rank."""
+    with failing_together(f"reach {path}", gather=gather_for(f"all ranks to reach {path}")):
+        check_shared(path, world_size)
+    with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
+        if rank == 0:
+            recover(locate(path))
+    raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
 
 
 def _open_located(
@@ -268,7 +337,9 @@ def _as_checkpoint(content: Any, path: CheckpointPath) -> dict[str, Any]:
             f"{path} contains a {type(content).__module__}.{type(content).__qualname__}, expected "
             f"a dict; save module.state_dict() instead. Accepted: {_ACCEPTED}."
         )
-    if isinstance(content.get("state_dict"), dict):
+    metadata = content.get(METADATA_KEY)
+    has_objects = isinstance(metadata, dict) and "modules" in metadata  # see `_as_one_module`
+    if isinstance(content.get("state_dict"), dict) or has_objects:
         return content
     others = [
         key

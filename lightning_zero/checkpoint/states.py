@@ -176,19 +176,26 @@ def replicated_as_shards(module: nn.Module, rank: int, world_size: int) -> dict[
     return _with_entries(_live_state(module), entry)
 
 
-def sharded_masters(engine: Engine) -> dict[str, CheckpointShard]:
-    """Like `narrow_masters`, with this rank's shards. Local."""
+def sharded_masters(engine: Engine, prefix: str = "") -> dict[str, CheckpointShard]:
+    """Like `narrow_masters`, with this rank's shards. Local.
+
+    `prefix`: of the shards' sources, which distinguishes engines that are saved together.
+    """
     masters: dict[str, CheckpointShard] = {}
     read = _shard_reader()
     for bucket in _narrow_buckets(engine):
         for index, slot in enumerate(bucket.plan.layout.slots):
-            name, dtype = f"master {slot.name}", bucket.plan.master_dtype
+            name, dtype = f"{prefix}master {slot.name}", bucket.plan.master_dtype
             masters[slot.name] = _shard(name, bucket, index, dtype, partial(read, bucket, index))
     return masters
 
 
-def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
+def sharded_optimizer_state(
+    optimizer: Optimizer, engine: Engine, prefix: str = ""
+) -> dict[str, Any]:
     """`optimizer.state_dict()` by parameter name, with this rank's shards. Collective: every rank.
+
+    `prefix`: as for `sharded_masters`.
 
     Returns:
         `{"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}`.
@@ -211,7 +218,7 @@ def sharded_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, A
             if parameter not in ids:
                 continue
             name = names[ids[parameter]] = bucket.plan.layout.slots[index].name
-            source = f"of {name} in optimizer {number}"
+            source = f"of {name} in {prefix}optimizer {number}"
             entry = flatten_composites(dict(own_of.get(parameter, {})))
             if parameter in specs_of:
                 own = entry if bucket.shards.layout.is_stepped[index] else None

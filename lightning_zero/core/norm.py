@@ -66,6 +66,7 @@ def clip_by_norm(
     *,
     parameters: set[nn.Parameter] | None = None,
     order: float = 2.0,
+    error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales gradients so that their total norm is at most `max_norm`; returns the norm before.
 
@@ -73,6 +74,11 @@ def clip_by_norm(
     """
     buckets = list(buckets)
     total = total_norm(buckets, comm, parameters=parameters, order=order)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the norm of order {order} of the gradients is {total.item()}, and the gradients were "
+            "not clipped; error_if_nonfinite=False scales them by it anyway."
+        )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     is_expensive = any(bucket.grads.store is not None for bucket in buckets)
     if (is_expensive or scale.device.type == "cpu") and scale.item() == 1.0:

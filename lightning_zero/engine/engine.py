@@ -339,6 +339,7 @@ class Engine:
         norm_type: float = 2.0,
         *,
         parameters: Iterable[nn.Parameter] | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Tensor:
         """Clips mean gradients to a total norm, as `torch.nn.utils.clip_grad_norm_`. Collective.
 
@@ -346,14 +347,23 @@ class Engine:
             max_norm: Maximum norm.
             norm_type: p of the p-norm; may be `math.inf`.
             parameters: Parameters to clip. None: all parameters of the module.
+            error_if_nonfinite: Raise an error, on every rank and before any gradient changes, if
+                the norm is infinite or NaN.
 
         Returns:
             The total norm before clipping, 0-dim.
+
+        Raises:
+            RuntimeError: The norm is not finite, if that is an error.
         """
         self.finish_reductions()
-        chosen = None if parameters is None else set(parameters)
         return clip_by_norm(
-            self.buckets, self.comm, float(max_norm), parameters=chosen, order=float(norm_type)
+            self.buckets,
+            self.comm,
+            float(max_norm),
+            parameters=None if parameters is None else set(parameters),
+            order=float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def clip_grad_value_(

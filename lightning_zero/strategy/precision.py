@@ -33,6 +33,7 @@ __all__ = [
     "ZeroMixedPrecision",
     "ZeroPrecision",
     "sharded_precision",
+    "without_float32_tensors",
 ]
 
 EngineGetter = Callable[[], Engine]
@@ -78,12 +79,12 @@ class ZeroHalfPrecision(ZeroPrecision, HalfPrecision):
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         dtype = self._desired_input_dtype
-        with _without_float32_tensors(module, dtype):
+        with without_float32_tensors(module, dtype):
             return super().convert_module(module)
 
 
 @contextmanager
-def _without_float32_tensors(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def without_float32_tensors(root: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Context in which modules lack the parameters and buffers that stay in float32."""
     kept: set[Tensor] = set()
     for module in root.modules():

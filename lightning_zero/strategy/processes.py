@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import lightning.pytorch as pl
 import torch
@@ -36,7 +36,7 @@ from lightning_zero.strategy.requeue import with_requeueing
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
 from lightning_zero.strategy.settings import check_backend
 
-__all__ = ["ProcessStrategy", "StartMethod", "check_numbering"]
+__all__ = ["ProcessStrategy", "Processes", "StartMethod", "check_numbering"]
 
 _T = TypeVar("_T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -44,11 +44,21 @@ _START_METHODS = get_args(StartMethod)
 _RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # for all ranks to start
 
 
-class ProcessStrategy(ParallelStrategy):
-    """Base of a strategy with one process per device; independent of what it trains.
+if TYPE_CHECKING:
+    _Base = ParallelStrategy  # what the mixin calls is also in Fabric's class
+else:
+    _Base = object
 
-    Arguments are those of `ZeroStrategy`, and of every Lightning strategy.
+
+class Processes(_Base):
+    """Mixin of a strategy with one process per device; independent of what it trains.
+
+    A subclass has a `ParallelStrategy` as its other base: the Trainer's or Fabric's. Arguments are
+    those of `ZeroStrategy`, and of every Lightning strategy.
     """
+
+    _user = "Trainer"  # class that the user gives the strategy to, in messages
+    _can_regroup = True  # whether the ranks form new groups after an exception
 
     def __init__(
         self,
@@ -149,7 +159,7 @@ class ProcessStrategy(ParallelStrategy):
             rank=self.global_rank,
             size=self.world_size,
             limits=self._limits,
-            can_regroup=True,
+            can_regroup=self._can_regroup,
             describe_exit=how_child_ended,
         )
 
@@ -168,14 +178,15 @@ class ProcessStrategy(ParallelStrategy):
         started = world_size() if has_world() else self.cluster_environment.world_size()
         if started == wanted:
             return
+        user = self._user
         arguments = f"devices={self.num_processes}, num_nodes={self.num_nodes}"
-        expects = f"Trainer({arguments}) expects {wanted} ranks, but "
+        expects = f"{user}({arguments}) expects {wanted} ranks, but "
         if isinstance(self.cluster_environment, LightningEnvironment):  # no other launcher
             raise ValueError(
-                f"{expects}an earlier Trainer of this script started {started}, and a script "
-                "starts its ranks only once; give all of its Trainers the same devices and "
+                f"{expects}an earlier {user} of this script started {started}, and a script "
+                f"starts its ranks only once; give each {user} of it the same devices and "
                 "num_nodes, or run them as separate scripts. If you set LOCAL_RANK and WORLD_SIZE "
-                "yourself, start as many ranks as the Trainer expects."
+                f"yourself, start as many ranks as the {user} expects."
             )
         raise ValueError(
             f"{expects}{type(self.cluster_environment).__name__} started {started}; make devices x "
@@ -226,7 +237,6 @@ class ProcessStrategy(ParallelStrategy):
         with self._waiting(name, is_one_way=True):
             return broadcast_object(obj, src)
 
-    @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any | None = "mean") -> Any:
         if not isinstance(tensor, Tensor):
             return tensor
@@ -265,6 +275,10 @@ class ProcessStrategy(ParallelStrategy):
         own: Callable[[], Any] = action if self.is_global_zero else lambda: otherwise
         result: _T = run_on_all_ranks(own, gather=lambda one: [self.broadcast(one)], what=what)[0]
         return result
+
+
+class ProcessStrategy(Processes, ParallelStrategy):
+    """Base of a strategy of the Trainer with one process per device."""
 
 
 def _shape_of(tensor: Tensor) -> str:

@@ -56,6 +56,8 @@ __all__ = [
     "Saving",
     "SavingCallback",
     "ZeroCheckpointIO",
+    "check_checkpoint_type",
+    "why_sharded",
     "is_user_io",
 ]
 
@@ -80,10 +82,7 @@ class Saving:
     """
 
     def __init__(self, checkpoint_type: CheckpointType, *, is_async: bool) -> None:
-        if checkpoint_type not in _CHECKPOINT_TYPES:
-            raise ValueError(
-                f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {checkpoint_type!r}."
-            )
+        check_checkpoint_type(checkpoint_type)
         if not isinstance(is_async, bool):
             raise TypeError(f"async_save must be True or False, got {is_async!r}.")
         if is_async and checkpoint_type == "full":
@@ -164,7 +163,7 @@ class Saving:
         if resumed is not None and is_remote(resumed) and not is_download(resumed):
             is_full = not is_sharded(locate(resumed))
         else:
-            reason = _why_sharded(engine)
+            reason = why_sharded(engine)
             is_full = reason is None
             if reason is not None:
                 rank_zero_info(
@@ -330,7 +329,13 @@ class Saving:
         self._shards.clear()
 
 
-def _why_sharded(engine: Engine) -> str | None:
+def check_checkpoint_type(value: str) -> None:
+    """Raises a ValueError for another value of the setting `checkpoint`."""
+    if value not in _CHECKPOINT_TYPES:
+        raise ValueError(f"checkpoint must be one of {_CHECKPOINT_TYPES}, got {value!r}.")
+
+
+def why_sharded(engine: Engine) -> str | None:
     """Reason against a full checkpoint on this rank, as a clause; None: there is none. Local."""
     plans = [bucket.plan for bucket in engine.buckets]
     if sum(plan.layout.numel for plan in plans) >= _SHARDED_NUMEL:

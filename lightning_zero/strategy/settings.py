@@ -122,7 +122,7 @@ class Settings:
         self._checks_memory = given["check_memory"]
         if not isinstance(self._checks_memory, bool):
             raise TypeError(f"check_memory must be True or False, got {self._checks_memory!r}.")
-        self._others = {name: str(given[name]) for name in _OTHER_COMPARED}
+        self._others = {name: str(given[name]) for name in _OTHER_COMPARED if name in given}
         self.config = self._given
         self.choice: AutoChoice | None = None
 
@@ -150,17 +150,16 @@ class Settings:
         gather: Gather,
     ) -> ZeroConfig:
         """Resolves the settings of one run completely. Collective."""
-        group_size = self._given.group_size(local_world_size=hardware.ranks_per_node)
-        config = self._given.replace(
-            sharding_group_size=group_size, param_dtype=self._param_dtype(precision)
+        config = self.resolve(
+            hardware,
+            precision.param_dtype if precision else None,
+            is_autocast=precision is not None and precision.is_autocast,
         )
         if config.assume_elementwise and not config.states.has_shard(State.OPTIM):
             rank_zero_warn(
                 f"assume_elementwise has no effect in stage {config.stage}: optimizers step full "
                 "tensors."
             )
-        if precision is not None and precision.is_autocast:
-            config = config.under_autocast()
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         is_checked = is_fitting and self._checks_memory
         if not (self._is_auto or is_checked):
@@ -181,8 +180,32 @@ class Settings:
                 check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
 
-    def _param_dtype(self, precision: ZeroPrecision | None) -> torch.dtype | None:
-        chosen = self._given.param_dtype or (precision.param_dtype if precision else None)
+    def resolve(
+        self, hardware: Hardware, param_dtype: torch.dtype | None, *, is_autocast: bool
+    ) -> ZeroConfig:
+        """The given settings on this hardware, in a precision that computes in `param_dtype`."""
+        config = self._given.replace(
+            sharding_group_size=self._given.group_size(local_world_size=hardware.ranks_per_node),
+            param_dtype=self._param_dtype(param_dtype),
+        )
+        return config.under_autocast() if is_autocast else config
+
+    def check_memory(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        config: ZeroConfig,
+        hardware: Hardware,
+        gather: Gather,
+    ) -> None:
+        """Raises on every rank if states do not fit, unless that check is off. Collective."""
+        if self._checks_memory:
+            memory = _measure_memory(hardware, config, gather)
+            with failing_together("start", gather=gather):  # models are not compared yet
+                check_memory_fits(module, optimizers, config, memory, hardware)
+
+    def _param_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype | None:
+        chosen = self._given.param_dtype or param_dtype
         assert not isinstance(chosen, str)
         if self._given.keep_float32_items and (
             chosen is None or chosen.itemsize >= torch.float32.itemsize

@@ -31,6 +31,7 @@ PACKAGES = [
     "planner",
     "launch",
     "strategy",
+    "fabric",
     "observe",
     "conf",
     "cli",

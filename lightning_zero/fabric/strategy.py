@@ -1,0 +1,520 @@
+"""`Fabric(strategy="zero3")`: an engine for each module that `fabric.setup` is given.
+
+[Note: Engines of a backward] A loss may have been computed by several modules, as in a GAN, and
+only the engines whose parameters are in its graph take part in its backward: an engine that is left
+out keeps its forward open, for a later loss. With several engines, the graph is searched for their
+parameters. Each rank finds the same ones, because all ranks run the same program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import _PATH, Optimizable
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
+
+from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
+from lightning_zero.checkpoint.source import open_objects_on_all_ranks
+from lightning_zero.comm.consistency import check_equal
+from lightning_zero.construction.building import move_all_but_parameters
+from lightning_zero.engine.engine import Engine
+from lightning_zero.fabric.objects import NamedObjects
+from lightning_zero.fabric.precision import autocast_dtype, checked_precision
+from lightning_zero.health.world import DEFAULT_TIMEOUT
+from lightning_zero.layout.config import WaitLimits, ZeroConfig
+from lightning_zero.layout.mesh import Mesh
+from lightning_zero.strategy.processes import Processes, StartMethod, check_numbering
+from lightning_zero.strategy.saving import (
+    CheckpointType,
+    ZeroCheckpointIO,
+    check_checkpoint_type,
+    is_user_io,
+    why_sharded,
+)
+from lightning_zero.strategy.settings import Hardware, Settings
+from lightning_zero.tensors.ties import tie_shared
+
+__all__ = ["ZeroStrategy"]
+
+_SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
+
+
+class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `Processes`
+    """ZeRO stages 1-3 for Fabric, under the names of the Trainer's strategy.
+
+    Each call of `fabric.setup` or `fabric.setup_module` makes an engine of its own.
+
+    Args:
+        stage: ZeRO stage, 0 to 3.
+        checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint, as for
+            `lightning_zero.ZeroStrategy`.
+        check_memory: bool, default True. Raise an error in `setup` if the states of the module
+            exceed the total memory.
+        accelerator: Accelerator, as in every strategy of Fabric. Set by Fabric.
+        parallel_devices: Devices of this node. Set by Fabric.
+        cluster_environment: ClusterEnvironment. None: chosen by Fabric.
+        checkpoint_io: CheckpointIO. With a custom plugin, "auto" means full checkpoints.
+        precision: Precision plugin. Set by Fabric.
+        process_group_backend: Backend of collectives. None: "nccl" on CUDA, "gloo" on CPU.
+        timeout: timedelta or seconds, default 30 minutes. Timeout of each collective.
+        wait_report_s: Seconds, default 30, of waiting after which all ranks are reported.
+        heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost.
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        **settings: The other settings of `ZeroConfig`.
+
+    Raises:
+        ValueError: A setting is out of range, or has no meaning in this stage.
+        TypeError: A setting is unknown, or has the wrong type.
+    """
+
+    strategy_name = "zero"
+    _user = "Fabric"
+    _can_regroup = False
+
+    def __init__(
+        self,
+        stage: int = 3,
+        *,
+        checkpoint: CheckpointType = "auto",
+        check_memory: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | float | None = DEFAULT_TIMEOUT,
+        wait_report_s: float | None = 30.0,
+        heartbeat_timeout_s: float | None = None,
+        start_method: StartMethod = "popen",
+        **settings: Any,
+    ) -> None:
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}.")
+        if unknown := sorted(settings.keys() - _SETTINGS.keys()):
+            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.")
+        check_checkpoint_type(checkpoint)
+        of_objects = {"checkpoint": checkpoint, "check_memory": check_memory}
+        self._settings = Settings({**_SETTINGS, **settings, **of_objects, "stage": stage})
+        self._checkpoint_type = checkpoint
+        self._engines: list[Engine] = []
+        self._num_nodes = 1
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
+            start_method=start_method,
+        )
+        self._backward_sync_control = _SyncControl()
+
+    @property
+    def config(self) -> ZeroConfig:
+        """The engines' settings, before precision and hardware are known."""
+        return self._settings.config
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines, in the order of the calls of `setup`."""
+        return list(self._engines)
+
+    def engine_of(self, module: nn.Module) -> Engine:
+        """The engine of a module that `fabric.setup` has returned, or was given.
+
+        Raises:
+            ValueError: The module was not set up.
+        """
+        parts = set(module.modules())
+        for engine in self._engines:
+            if engine.module in parts:
+                return engine
+        raise ValueError(
+            f"{type(module).__name__} was not set up: call fabric.setup(module, optimizer) first."
+        )
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return self._precision or Precision()
+
+    @precision.setter
+    @override
+    def precision(self, precision: Precision | None) -> None:
+        self._precision = checked_precision(precision)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ZeroCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    # ---------------------------------------------------------------- ranks
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes; Fabric sets `_num_nodes`."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric before the launch."""
+        self.set_world_ranks()
+
+    @override
+    def _configure_launcher(self) -> None:
+        group_size = self.config.group_size(local_world_size=self.num_processes)
+        Mesh.of(0, self.num_nodes * self.num_processes, group_size)  # raises for a wrong size
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        self._settings.check_folders()
+        super().setup_environment()
+        if self.config.sharding_group_size == "node":
+            check_numbering(self.global_rank, self.node_rank, self.num_processes)
+        compared = self._settings.describe() | {"precision": str(self.precision.precision)}
+        check_equal(self.gather_for("the settings of all ranks")({"ZeroStrategy": compared}))
+
+    @override
+    def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
+        """As in the base class; an error if ranks are in different passes of an engine."""
+        if not super()._enter_collective(name, everyone=everyone):
+            return False
+        for engine in self._engines:
+            lockstep = engine.lockstep
+            (lockstep.barrier if everyone else lockstep.barrier_in_loop)(name)
+        return True
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.reduce(tensor, group, reduce_op)
+
+    # ---------------------------------------------------------------- set-up
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
+        """Context for `fabric.init_module`. Empty modules are on the meta device.
+
+        Others are on the device where they compute, or on the CPU if their parameters will be
+        sharded.
+        """
+        return self._init_context(is_empty=bool(empty_init))
+
+    @contextmanager
+    def _init_context(self, *, is_empty: bool) -> Generator[None, None, None]:
+        device = torch.device("cpu") if self.config.states.shards_params else self.root_device
+        with torch.device("meta") if is_empty else device, self.precision.module_init_context():
+            yield
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Moves a module; if parameters will be sharded, the engine moves these."""
+        if self.config.states.shards_params or any(p.is_meta for p in module.parameters()):
+            move_all_but_parameters(module, self.root_device)
+        else:
+            module.to(self.root_device)
+
+    @override
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Makes an engine for `module` and its optimizers. Collective."""
+        if next(module.parameters(), None) is None:
+            if optimizers:
+                raise ValueError(f"{type(module).__name__} has no parameters to optimize.")
+            return module, [], scheduler
+        tie_shared(module)
+        precision = self.precision
+        hardware = Hardware(self.root_device, self.world_size, self.num_processes)
+        dtype = autocast_dtype(precision)
+        config = self._settings.resolve(hardware, dtype, is_autocast=dtype is not None)
+        gather = self.gather_for("all ranks to set up a module")
+        self._settings.check_memory(module, optimizers, config, hardware, gather)
+        engine = Engine(
+            module,
+            optimizers,
+            config,
+            device=self.root_device,
+            timeout=self._timeout,
+            wait_report_s=self._limits.report_s,
+            heartbeat_timeout_s=self._limits.lost_s,
+        )  # with a watchdog of its own: no rank regroups after an exception
+        self._engines.append(engine)
+        return _ZeroModule(module, engine), optimizers, scheduler
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Makes an engine for `module`; its optimizers may follow. Collective."""
+        return self.setup_module_and_optimizers(module, [])[0]
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Attaches an optimizer to the engine that holds its parameters. Collective."""
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        for engine in self._engines:
+            if not held.isdisjoint(engine.module.parameters()):
+                engine.attach(optimizer)
+                return optimizer
+        raise ValueError(
+            f"{type(optimizer).__name__} holds no parameter of a module that was set up: call "
+            "fabric.setup_module(module) first, or fabric.setup(module, optimizer)."
+        )
+
+    # ---------------------------------------------------------------- steps
+
+    # mypy sees the Trainer's base class, too: see `Processes`.
+
+    @override
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
+        with ExitStack() as contexts:
+            for engine in self._engines_of(tensor):
+                contexts.enter_context(engine.backward_context(retain_graph=retain_graph))
+            super().backward(tensor, module, *args, **kwargs)  # type: ignore[arg-type]
+
+    def _engines_of(self, loss: Tensor) -> list[Engine]:
+        """The engines whose parameters are in the graph. See [Note: Engines of a backward]."""
+        if len(self._engines) < 2:
+            return self._engines
+        engine_of: dict[Tensor, Engine] = {
+            p: engine for engine in self._engines for p in engine.module.parameters()
+        }
+        found: set[Engine] = set()
+        for parameter in _leaves_of(loss):
+            if parameter in engine_of:
+                found.add(engine_of[parameter])
+                if len(found) == len(self._engines):
+                    break
+        return [engine for engine in self._engines if engine in found]
+
+    def _engine_stepping(self, optimizer: Any) -> Engine:
+        for engine in self._engines:
+            if optimizer in engine.optimizers:
+                return engine
+        raise ValueError(
+            f"{type(optimizer).__name__} was not set up: call fabric.setup(module, optimizer)."
+        )
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Optimizable, **kwargs: Any
+    ) -> Any:
+        self._engine_stepping(optimizer).finish_reductions()  # a loss scaler reads gradients first
+        return super().optimizer_step(optimizer, **kwargs)  # type: ignore[arg-type]
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips the mean gradients that `optimizer` steps; returns their norm before. Collective.
+
+        Raises:
+            RuntimeError: The norm is not finite; no gradient has changed.
+        """
+        return self._unscaled(optimizer).clip_grad_norm_(
+            max_norm,
+            norm_type,
+            parameters=self.precision.main_params(optimizer),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    @override
+    def clip_gradients_value(
+        self, module: nn.Module, optimizer: Optimizer, clip_val: float | int
+    ) -> None:
+        """Clamps the mean gradients that `optimizer` steps. Collective."""
+        engine = self._unscaled(optimizer)
+        engine.clip_grad_value_(clip_val, parameters=self.precision.main_params(optimizer))
+
+    def _unscaled(self, optimizer: Optimizer) -> Engine:
+        """The engine of `optimizer`, with complete gradients that no loss scale multiplies."""
+        engine = self._engine_stepping(optimizer)
+        engine.finish_reductions()
+        self.precision.unscale_gradients(optimizer)
+        return engine
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """State dict of full tensors on rank 0; empty on other ranks. Collective."""
+        return self._engine_stepping(optimizer).optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        path: _PATH,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Saves the objects of `state`. Collective.
+
+        Raises:
+            TypeError: Storage options were given, which only a `CheckpointIO` uses.
+            OSError: The checkpoint cannot be written. Raised on every rank.
+        """
+        path = self.broadcast(path)  # with a check that all ranks are here
+        objects = self._named(state)
+        io = self.checkpoint_io if is_user_io(self.checkpoint_io) else None
+        if not objects.engines or io is not None or storage_options is not None:
+            self._save_by_io(path, objects, storage_options, filter or {})
+            return
+        is_sharded = self._saves_shards(objects)
+        checkpoint = objects.checkpoint(filter or {}, is_sharded=is_sharded)
+        comm = next(iter(objects.engines.values())).comm
+        (write_sharded if is_sharded else write_full_together)(checkpoint, path, comm)
+
+    def _save_by_io(
+        self, path: _PATH, objects: NamedObjects, storage_options: Any, filters: Mapping[str, Any]
+    ) -> None:
+        if objects.engines:
+            contents = objects.checkpoint(filters, is_sharded=False)
+        else:
+            contents = self._convert_stateful_objects_in_state(objects.state, dict(filters))
+
+        def write() -> None:
+            self.checkpoint_io.save_checkpoint(contents, path, storage_options)
+
+        self.run_on_rank_zero(f"save {path}", write)
+
+    def _saves_shards(self, objects: NamedObjects) -> bool:
+        """Whether the next checkpoint is a sharded one. Collective."""
+        if self._checkpoint_type != "auto":
+            return self._checkpoint_type == "sharded"
+        engines = set(objects.engines.values())
+        is_full = all(why_sharded(engine) is None for engine in engines)
+        control = next(iter(engines)).comm.control
+        return not control.min_ints([int(is_full)])[0]
+
+    @override
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        path: _PATH,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a checkpoint of Fabric or of the Trainer, of any strategy. Collective.
+
+        Each rank reads its own part. As in every strategy, `state` is a dict of objects, or the
+        module or the optimizer of a file that holds its state dict alone.
+        """
+        path = self.broadcast(path)
+        contents = open_objects_on_all_ranks(
+            path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
+        )
+        if not state and not isinstance(state, nn.Module):
+            return contents
+        if isinstance(state, (nn.Module, Optimizer)):
+            if isinstance(state, nn.Module):
+                contents = contents.get("state_dict", contents)
+            self._named({"raw": state}).load({"raw": contents}, strict=strict)
+            return {}
+        objects = self._named(state)
+        remainder = objects.load(contents, strict=strict)
+        state.update(objects.state)
+        return remainder
+
+    def _named(self, state: Mapping[str, Any]) -> NamedObjects:
+        engines: dict[str, Engine] = {}
+        for key, value in state.items():
+            for engine in self._engines:
+                held = (engine.module, *engine.optimizers)
+                if any(value is one for one in held) or _is_part(value, engine):
+                    engines[key] = engine
+        return NamedObjects(dict(state), engines)
+
+    @override
+    def teardown(self) -> None:
+        """Gives every module its full tensors, and ends the engines. Collective."""
+        for engine in self._engines:
+            engine.close()
+        self._engines.clear()
+        if self._watchdog is not None:
+            self._watchdog.finish()
+        super().teardown()
+
+
+class _ZeroModule(nn.Module):
+    """A module that was set up: Fabric sends calls of marked methods through its `forward`, too."""
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        super().__init__()
+        self.module = module
+        self.engine = engine
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # A frozen module, such as a teacher, has no backward that would end its forward.
+        with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
+            return self.module(*args, **kwargs)
+
+    def _needs_graph(self, args: Any, kwargs: Any) -> bool:
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
+            return True
+        return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
+
+
+def _is_part(value: object, engine: Engine) -> bool:
+    return isinstance(value, _ZeroModule) and value.engine is engine
+
+
+class _SyncControl(_BackwardSyncControl):
+    """`fabric.no_backward_sync` for one module."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        if not enabled or not isinstance(module, _ZeroModule):
+            return nullcontext()
+        return module.engine.no_sync()
+
+
+def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
+    """Yields the leaves of the graph of `loss`, each once."""
+    stack = [loss.grad_fn]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following not in seen:
+                seen.add(following)
+                stack.append(following)

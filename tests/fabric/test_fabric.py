@@ -1,0 +1,291 @@
+"""One script with Fabric: DDP and every stage by the name of the strategy alone."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+from torch.nn import functional as F
+
+from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
+from tests.support.cells import slow_but
+from tests.support.fitting import arrays
+from tests.support.ranks import RankError, run_ranks
+
+NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
+
+
+def launch(strategy, world_size, **options):
+    import lightning_zero  # noqa: F401  # registers the names
+
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, **options)
+    fabric.launch()
+    return fabric
+
+
+def state_of(model):
+    """Full tensors, in every strategy."""
+    state = {name: torch.Tensor(value).clone() for name, value in model.state_dict().items()}
+    return arrays(state)
+
+
+def _train(rank, world_size, strategy, precision="32-true", accumulation=2, clip=0.05):
+    fabric = launch(strategy, world_size, precision=precision)
+    module, optimizer = build()
+    model, optimizer = fabric.setup(module, optimizer)
+    losses, norms = [], []
+    for step in range(3 * accumulation):
+        is_last = (step + 1) % accumulation == 0
+        with fabric.no_backward_sync(model, enabled=not is_last):
+            loss = model(batch(rank, step))
+            fabric.backward(loss / accumulation)
+        losses.append(loss.item())
+        if is_last:
+            norms.append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+            optimizer.step()
+            optimizer.zero_grad()
+    mean = fabric.all_reduce(torch.tensor(float(rank)), reduce_op="mean")
+    assert float(mean) == (world_size - 1) / 2
+    gathered = fabric.all_gather(torch.tensor([float(rank)]))
+    assert gathered.flatten().tolist() == list(map(float, range(world_size)))
+    assert fabric.broadcast(rank) == 0
+    fabric.barrier()
+    return losses, norms, arrays(model.state_dict())
+
+
+def _train_engine(rank, world_size, stage, accumulation=2, clip=0.05):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], stage)
+    losses, norms = [], []
+    for step in range(3 * accumulation):
+        is_last = (step + 1) % accumulation == 0
+        with contextlib.nullcontext() if is_last else engine.no_sync():
+            loss = module(batch(rank, step))
+            engine.backward(loss / accumulation)
+        losses.append(loss.item())
+        if is_last:
+            norms.append(float(engine.clip_grad_norm_(clip)))
+            engine.step()
+            engine.zero_grad()
+    return losses, norms, arrays(module.state_dict())
+
+
+@pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
+def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
+    expected = run_ranks(2, _train, "ddp", has_group=False)
+    ours = run_ranks(2, _train, name, has_group=False)
+    for (losses, norms, state), (ddp_losses, ddp_norms, ddp_state) in zip(
+        ours, expected, strict=True
+    ):
+        np.testing.assert_allclose(losses, ddp_losses, rtol=1e-6)
+        np.testing.assert_allclose(norms, ddp_norms, rtol=2e-6)
+        assert_same_state(state, ddp_state)
+
+
+@pytest.mark.parametrize("stage", slow_but({3}, (1, 2, 3)))
+def test_fabric_is_bit_equal_to_an_engine(stage):
+    expected = run_ranks(2, _train_engine, stage)
+    ours = run_ranks(2, _train, f"zero{stage}", has_group=False)
+    for one, other in zip(ours, expected, strict=True):
+        assert one[:2] == other[:2]
+        for name, value in one[2].items():
+            np.testing.assert_array_equal(value, other[2][name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "precision", slow_but({"bf16-mixed", "16-mixed"}, ["bf16-mixed", "16-mixed", "bf16-true"])
+)
+def test_precisions_train_about_as_with_ddp(precision):
+    expected = run_ranks(2, _train, "ddp", precision, has_group=False)
+    ours = run_ranks(2, _train, "zero3", precision, has_group=False)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one[0], other[0], rtol=3e-2)
+        assert {v.dtype for v in one[2].values()} == {v.dtype for v in other[2].values()}
+
+
+# -------------------------------------------------------------------------------- several modules
+
+
+class Generator(nn.Sequential):
+    def __init__(self):
+        # A bias before BatchNorm would have gradients that are zero but for rounding.
+        first = nn.Linear(4, 16, bias=False)
+        super().__init__(first, nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+
+
+class Discriminator(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+
+def _gan(rank, world_size, strategy):
+    """The loop of Lightning's example of a DCGAN."""
+    fabric = launch(strategy, world_size)
+    torch.manual_seed(0)
+    generator, discriminator = Generator(), Discriminator()
+    adam = {"lr": 1e-2, "eps": 1e-5, "betas": (0.5, 0.999)}
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), **adam)
+    optimizer_g = torch.optim.Adam(generator.parameters(), **adam)
+    discriminator, optimizer_d = fabric.setup(discriminator, optimizer_d)
+    generator, optimizer_g = fabric.setup(generator, optimizer_g)
+    random = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(4):
+        real = torch.randn(6, 8, generator=random)
+        discriminator.zero_grad()
+        loss_real = F.binary_cross_entropy_with_logits(discriminator(real), torch.ones(6, 1))
+        fabric.backward(loss_real)
+        fake = generator(torch.randn(6, 4, generator=random))
+        output = discriminator(fake.detach())
+        loss_fake = F.binary_cross_entropy_with_logits(output, torch.zeros(6, 1))
+        fabric.backward(loss_fake)
+        optimizer_d.step()
+        generator.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(discriminator(fake), torch.ones(6, 1))
+        fabric.backward(loss)
+        optimizer_g.step()
+        losses += [loss_real.item(), loss_fake.item(), loss.item()]
+    return losses, arrays(generator.state_dict()), arrays(discriminator.state_dict())
+
+
+@pytest.mark.parametrize("name", slow_but({"zero1", "zero3"}, NAMES))
+def test_a_gan_with_two_setups_equals_ddp(name):
+    expected = run_ranks(2, _gan, "ddp", has_group=False)
+    for one, other in zip(run_ranks(2, _gan, name, has_group=False), expected, strict=True):
+        np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
+        assert_same_state(one[1], other[1])
+        assert_same_state(one[2], other[2])
+
+
+def _distill(rank, world_size, strategy):
+    """A frozen teacher by `setup_module`, and a student whose optimizer is set up later."""
+    fabric = launch(strategy, world_size)
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 3)).requires_grad_(False)
+    student = nn.Linear(8, 3)
+    teacher = fabric.setup_module(teacher) if strategy != "ddp" else teacher
+    student = fabric.setup_module(student)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(student.parameters(), lr=1e-2, eps=1e-5))
+    random = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(4):
+        x = torch.randn(6, 8, generator=random)
+        loss = F.mse_loss(student(x), teacher(x))
+        fabric.backward(loss)
+        fabric.clip_gradients(student, optimizer, clip_val=0.02)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, arrays(student.state_dict())
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_a_teacher_and_a_student_equal_ddp(name):
+    expected = run_ranks(2, _distill, "ddp", has_group=False)
+    for one, other in zip(run_ranks(2, _distill, name, has_group=False), expected, strict=True):
+        np.testing.assert_allclose(one[0], other[0], rtol=1e-6)
+        assert_same_state(one[1], other[1])
+
+
+# -------------------------------------------------------------------------------------- the rest
+
+
+def _clip_infinite(rank, world_size, strategy):
+    fabric = launch(strategy, world_size)
+    module, optimizer = build()
+    model, optimizer = fabric.setup(module, optimizer)
+    fabric.backward(model(batch(rank, 0)) * float("inf"))
+    engine = fabric.strategy.engine_of(model)
+    grads = [bucket.grads.main_grad.clone() for bucket in engine.buckets]
+    with pytest.raises(RuntimeError, match="were not clipped"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    for bucket, before in zip(engine.buckets, grads, strict=True):
+        assert torch.equal(bucket.grads.main_grad.nan_to_num(7.0), before.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_gradients_do_not_change_if_their_norm_is_not_finite(name):
+    run_ranks(2, _clip_infinite, name, has_group=False)
+
+
+def _methods(rank, world_size):
+    fabric = launch("zero3", world_size)
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            raise AssertionError("not called")
+
+        def encode(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    with fabric.init_module(empty_init=True):
+        module = Two()
+    assert module.layers[0].weight.is_meta
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="mark_forward_method"):
+        model.encode(torch.ones(2, 8))
+    fabric.strategy.engine_of(model).reset()
+    model.mark_forward_method("encode")
+    loss = model.encode(torch.ones(2, 8)).sum()
+    with pytest.raises(RuntimeError, match=r"fabric.backward\(loss\)"):
+        loss.backward()
+    fabric.strategy.engine_of(model).reset()
+    fabric.backward(model.encode(torch.ones(2, 8)).sum())
+    optimizer.step()
+
+
+def test_marked_methods_run_as_forwards_and_empty_modules_are_materialized():
+    run_ranks(2, _methods, has_group=False)
+
+
+def _wrong(rank, world_size):
+    from lightning_zero.fabric import ZeroStrategy
+
+    with pytest.raises(TypeError, match="unshard_after_fit is no setting"):
+        ZeroStrategy(unshard_after_fit=True)
+    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3"):
+        ZeroStrategy("auto")
+    with pytest.raises(ValueError, match="offload_param needs stage 3"):
+        ZeroStrategy(2, offload_param="cpu")
+    with pytest.raises(ValueError, match="checkpoint must be one of"):
+        ZeroStrategy(checkpoint="some")
+    fabric = launch(ZeroStrategy(2, sharding_group_size=1, prefetch_bucket_size=None), world_size)
+    module, optimizer = build()
+    with pytest.raises(ValueError, match="holds no parameter of a module that was set up"):
+        fabric.setup_optimizers(optimizer)
+    with pytest.raises(ValueError, match="was not set up"):
+        fabric.strategy.engine_of(module)
+
+
+def test_wrong_arguments_are_refused():
+    run_ranks(2, _wrong, has_group=False)
+
+
+def _other_settings(rank, world_size):
+    from lightning_zero.fabric import ZeroStrategy
+
+    launch(ZeroStrategy(3, prefetch_bucket_size=100 + rank), world_size)
+
+
+def test_ranks_with_other_settings_are_refused():
+    with pytest.raises(RankError, match="prefetch_bucket_size"):
+        run_ranks(2, _other_settings, has_group=False)
+
+
+def _too_few_devices(rank, world_size):
+    launch("zero2", 1)
+
+
+def test_a_number_of_devices_other_than_that_of_ranks_is_refused():
+    with pytest.raises(RankError, match="does not match the world size"):
+        run_ranks(2, _too_few_devices, has_group=False)
