@@ -73,9 +73,12 @@ _MODULES = {
     "strategy.strategy": ["ZeroStrategy"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = {"activations", "callbacks", "fabric", "planner"}  # as in `lightning_zero.callbacks`
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -84,7 +87,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
 _registration.register_when_imported()

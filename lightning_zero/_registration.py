@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
@@ -49,7 +50,11 @@ def make_strategy(module: str, **settings: Any) -> Any:
 def register(module: ModuleType) -> None:
     """Registers all names in the registry of a module of Lightning. Idempotent."""
     attribute, of_strategy = _REGISTRIES[module.__name__]
-    registry = getattr(module, attribute)
+    registry = getattr(module, attribute, None)
+    if registry is None:  # the import of Lightning must not fail because of us
+        text = f"{module.__name__} has no {attribute}, so it does not know zero1 to zero3."
+        warnings.warn(text, stacklevel=2)
+        return
     for name, settings in _SETTINGS.items():
         for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
             description = f"ZeRO {settings}, processes started by {start_method}"

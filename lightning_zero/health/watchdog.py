@@ -63,6 +63,7 @@ __all__ = [
 ]
 
 _POLL_S = 0.25
+_MAX_POLL_S = 1.0  # a failure must be known within 10 s, whatever the number of ranks
 _FULL_RATE_RANKS = 64  # more ranks poll less often: one process answers the requests of all
 _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
@@ -88,7 +89,7 @@ DESYNC_HINT = (  # the last line of errors about desynchronized ranks
 
 def poll_interval_s(size: int) -> float:
     """Returns the seconds between two looks of each rank into the store of `size` ranks."""
-    return _POLL_S * max(1.0, size / _FULL_RATE_RANKS)
+    return min(_POLL_S * max(1.0, size / _FULL_RATE_RANKS), _MAX_POLL_S)
 
 
 class DesynchronizedError(RuntimeError):
@@ -255,16 +256,17 @@ class Watchdog:
                 if _may_be_transport_error(error):  # it may arrive before the report of its cause
                     self.wait_for_failure()
                     self.raise_if_failed(error)
-                    raise self._desync_error(name) from error
+                    raise self._desync_error(name, error) from error
                 self.raise_if_failed(error)
                 raise  # an error of this rank alone, such as one of pickling
 
-    def _desync_error(self, name: str) -> DesynchronizedError:
+    def _desync_error(self, name: str, error: RuntimeError) -> DesynchronizedError:
         return DesynchronizedError(
-            f"rank {self._rank} waited for {name} without success: the other ranks did not reach "
-            "the same point. Every rank must run forward and backward together, with equally many "
-            "batches. In stage 3 this includes a forward that generates a sample or an image: it "
-            f"must not run under `if rank == 0`.\n{DESYNC_HINT}"
+            f"rank {self._rank} waited for {name} without success ({summary(error)}): the call "
+            "itself is wrong, or the other ranks did not reach the same point. Every rank must run "
+            "forward and backward together, with equally many batches. In stage 3 this includes a "
+            "forward that generates a sample or an image: it must not run under `if rank == 0`.\n"
+            f"{DESYNC_HINT}"
         )
 
     @property

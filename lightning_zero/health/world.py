@@ -162,7 +162,11 @@ def disconnect_store() -> None:
     Such a request has no time limit of its own, and waits in C++ code, where no signal handler of
     Python runs: for example while a process group is made with a rank that has ended.
     """
-    port = getattr(server_of(dist.distributed_c10d._get_default_store()), "port", None)
+    try:
+        store = dist.distributed_c10d._get_default_store()
+    except ValueError:  # WORLD has been destroyed meanwhile
+        return
+    port = getattr(server_of(store), "port", None)
     with suppress(OSError):  # there is no /proc
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             with suppress(OSError):  # it was closed meanwhile, or is not connected

@@ -154,6 +154,8 @@ class Children(threading.Thread):
                 for process in self.processes:
                     process.kill()
                 os.kill(os.getpid(), signal.SIGTERM)
+                if not self._is_over.wait(_GRACE_S):  # a wait in C++ code runs no handler
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return
 
     def end(self, *, has_failed: bool = False) -> None:

@@ -13,10 +13,11 @@ __all__ = ["own_cores", "set_step_threads"]
 
 def own_cores() -> int:
     """Returns the number of CPU cores for each rank of this machine, at least 1."""
+    cores = len(os.sched_getaffinity(0))
     per_task = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    if per_task.isdigit():  # srun binds each rank to cores of its own
-        return max(int(per_task), 1)
-    return max(len(os.sched_getaffinity(0)) // local_world_size(), 1)
+    if per_task.isdigit() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return max(min(int(per_task), cores), 1)  # a task of srun is a rank
+    return max(cores // local_world_size(), 1)
 
 
 def set_step_threads(device: torch.device) -> list[str]:
