@@ -353,4 +353,5 @@ def _value_of(loss: Tensor | None) -> Tensor | float | None:
     """Value of `loss`; on a device the tensor, for which the host does not wait."""
     if loss is None or loss.numel() != 1 or loss.is_complex():
         return None
-    return float(loss) if loss.device.type == "cpu" else loss.detach()
+    value = loss.detach()
+    return float(value) if value.device.type == "cpu" else value

@@ -17,6 +17,7 @@ MIB = 1024**2
 # Resident memory before the export, at its peak, and the part of the peak without a file.
 MEASURED = """
 import json, sys, threading
+import lightning_zero.cli.export, lightning_zero.strategy.strategy  # with torch and Lightning
 from lightning_zero.cli import main
 
 def status(name):

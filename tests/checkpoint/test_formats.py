@@ -351,7 +351,7 @@ def _open_missing(rank, world_size, spec):
     trainer.strategy.barrier()
     if rank == 1:
         # Simulates a node without the shared file system.
-        import lightning_zero.strategy.strategy as checkpoints
+        import lightning_zero.checkpoint.source as checkpoints
 
         checkpoints.open_checkpoint = partial(_open_missing_path, checkpoints.open_checkpoint)
     make_trainer(spec).validate(MLPModule(ranks=2), ckpt_path="one.ckpt")

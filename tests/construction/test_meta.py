@@ -11,7 +11,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from lightning_zero import Engine, ZeroConfig, load_weights
+from lightning_zero import Engine, ZeroConfig, load_from_checkpoint, load_weights
 from lightning_zero.comm.communicator import Communicator
 from tests.benchmarks.storage import live_storage_bytes
 from tests.support.cells import SHARDED_STAGE
@@ -341,7 +341,7 @@ def _load(rank, world_size, form):
         trainer = make_trainer(settings(3), limit_val_batches=2)
         (metrics,) = trainer.validate(make(is_meta), ckpt_path="saved.ckpt", verbose=False)
         found.setdefault("validated", []).append(metrics["val_loss"])
-    loaded = StubbornMLP.load_from_checkpoint("saved.ckpt")
+    loaded = load_from_checkpoint(StubbornMLP, "saved.ckpt")
     found["loaded"] = [arrays(m.state_dict()) for m in (module, loaded)]
     with pytest.raises(ValueError, match=r"net\.0 \(Stubborn: weight, bias, calls\)\."):
         trainer.validate(make(True), verbose=False)

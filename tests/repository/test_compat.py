@@ -37,6 +37,11 @@ IMPORTED = {
     "torch.utils._pytree": dict.fromkeys(
         ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"), TREES
     ),
+    "lightning.fabric.strategies.strategy": {
+        "_BackwardSyncControl": "no_backward_sync of Fabric",
+        "_apply_filter": "filter= of Fabric's save",
+        "_validate_keys_for_strict_loading": "strict= of Fabric's load",
+    },
     "lightning.fabric.strategies.launchers.subprocess_script": {
         "_basic_subprocess_cmd": "the command line of the other ranks of a node"
     },
@@ -51,7 +56,10 @@ IMPORTED = {
     "lightning.fabric.utilities.seed": dict.fromkeys(
         ("_collect_rng_states", "_set_rng_states"), "the repeated step that finds a NaN"
     ),
-    "lightning.fabric.utilities.types": {"_PATH": "types of paths"},
+    "lightning.fabric.utilities.types": {
+        "_PATH": "types of paths",
+        "_Stateful": "objects in a checkpoint of Fabric",
+    },
     "lightning.pytorch.callbacks.throughput_monitor": {
         "_plugin_to_compute_dtype": "the peak TFLOPS of a precision"
     },
@@ -152,6 +160,7 @@ ATTRIBUTES = {
         "_configure_launcher": "the start of ranks",
         "_reset_optimizers_and_schedulers": "teardown",
     },
+    "a strategy of Fabric": {"_convert_stateful_objects_in_state": "objects in a checkpoint"},
     "a precision plugin": {
         "_after_closure": "clipping after the last micro-batch",
         "_desired_input_dtype": "true half precision",
@@ -202,6 +211,7 @@ def _owner(name):
         "a Trainer": lambda: pl.Trainer(accelerator="cpu", devices=1, logger=False),
         "a LightningModule": pl.LightningModule,
         "a strategy": pl.strategies.DDPStrategy,
+        "a strategy of Fabric": lightning.fabric.strategies.DDPStrategy,
         "a precision plugin": lambda: SimpleNamespace(
             _after_closure=pl.plugins.precision.Precision._after_closure,
             _desired_input_dtype=pl.plugins.precision.HalfPrecision(

@@ -78,7 +78,13 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("python", [f"lightning_zero.{name}" for name in lightning_zero.__all__]),
+        (
+            "python",
+            [
+                *(f"lightning_zero.{name}" for name in lightning_zero.__all__),
+                "lightning_zero.fabric.ZeroStrategy",
+            ],
+        ),
         ("callbacks", [f"lightning_zero.callbacks.{n}" for n in lightning_zero.callbacks.__all__]),
     ],
 )

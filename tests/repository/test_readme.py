@@ -28,6 +28,7 @@ COMMANDS = [
     line for page in PAGES for block in blocks("bash", page) for line in block.splitlines() if line
 ]
 LOOP_PAGE = f"{GUIDES}/loop.md"  # excerpts, which need what stands around them
+FABRIC_PAGE = f"{GUIDES}/fabric.md"  # as well; tests/fabric runs its loop
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
@@ -158,7 +159,8 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks("python", page) and page != LOOP_PAGE]
+    "page",
+    [page for page in PAGES if blocks("python", page) and page not in (LOOP_PAGE, FABRIC_PAGE)],
 )
 def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
