@@ -6,6 +6,7 @@ are those of `torch.nn.utils.clip_grad_norm_` on full gradients, without any all
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -81,14 +82,23 @@ def clip_by_norm(
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     is_expensive = any(bucket.grads.store is not None for bucket in buckets)
-    if (is_expensive or scale.device.type == "cpu") and scale.item() == 1.0:
-        return total  # on a device, reading the scale would wait for it, and scaling is cheap
+    # On a device, reading the scale would wait for it, and scaling is cheap.
+    value = scale.item() if is_expensive or scale.device.type == "cpu" else None
+    if value == 1.0:
+        return total
 
     def multiply(grad: Tensor) -> None:
         grad.mul_(scale.to(grad.device, grad.dtype))
 
     for bucket in buckets:
-        _change(bucket, parameters, multiply)
+        if value is not None and math.isfinite(value):
+            _change(bucket, parameters, multiply)
+        elif slots := _fetched(bucket, parameters):  # without padding, which would become NaN
+            if value is None:
+                slices = [bucket.grads.slices[index] for index in slots]
+                torch._foreach_mul_(slices, scale.to(slices[0].dtype))
+            else:
+                bucket.grads.apply_(multiply, slots)
     return total
 
 

@@ -192,3 +192,24 @@ def test_a_norm_of_negative_order_does_not_count_padding(order):
     expected = float(torch.linalg.vector_norm(torch.arange(1.0, 6.0), order))
     for norms in run_ranks(2, _norms_with_padding, 2, order):
         assert norms == pytest.approx((expected, expected))
+
+
+def _norms_after_a_nan(rank, world_size, stage):
+    torch.manual_seed(0)
+    module = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    engine = Engine(module, [optimizer], ZeroConfig(stage=stage, on_nonfinite=None))
+    norms = []
+    for factor in (1.0, math.nan, 1.0):
+        engine.backward(module(torch.full((1, 3), factor)).sum())
+        norms.append(engine.clip_grad_norm_(0.5).item())
+        optimizer.zero_grad(set_to_none=False)  # the memory of the gradients stays
+    engine.close()
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_nan_that_was_clipped_and_zeroed_leaves_no_trace(stage):
+    for first, after_nan, last in run_ranks(2, _norms_after_a_nan, stage):
+        assert math.isnan(after_nan)
+        assert last == first
