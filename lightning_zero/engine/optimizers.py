@@ -81,6 +81,11 @@ def check_and_probe(
         if is_sharded:
             raise
         return unsharded
+    if found.kind is StepKind.AROUND_CLOSURE and config.on_nonfinite == "skip":
+        raise ValueError(
+            f'on_nonfinite="skip" has no meaning for {type(optimizer).__name__}, which '
+            'evaluates its closure several times in one step; use "warn" or "stop".'
+        )
     return found if is_sharded or found.is_elementwise else unsharded
 
 

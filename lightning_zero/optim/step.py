@@ -103,11 +103,6 @@ class OptimizerStep:
         self._reducer = reducer
         self._stepping: list[Bucket] = []
         self._storage = storage
-        if found.kind is StepKind.AROUND_CLOSURE and reducer.guard.policy == "skip":
-            raise ValueError(
-                f'on_nonfinite="skip" has no meaning for {type(optimizer).__name__}, which '
-                'evaluates its closure several times in one step; use "warn" or "stop".'
-            )
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         # Settings that are on the CPU for this step: group, key, the user's tensor, its copy.
         self._cpu_copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
