@@ -10,6 +10,10 @@ byte more, "this rank has found something". If any rank has, all ranks exchange 
 their losses, after the reductions of this backward. So a report costs an exchange, and its absence
 costs nothing but the look.
 
+A step ends with the step of an optimizer, or when its gradients are zeroed without one, as after
+a loss scaler's skip. Gradients may be zeroed on some ranks only, so each rank sends in that round
+whether it continues a step: if any does, the step that is to be skipped is still the same.
+
 On a device the host does not wait for the result. It is copied to the CPU while the device works,
 and sent in the round of the next backward, so that with "warn" a report is one backward late.
 "stop" and "skip" must know it before the step: at the end of the last backward of a step the host
@@ -156,6 +160,7 @@ class NonfiniteGuard:
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
         self.step, self._micro_batch = 0, -1
+        self._begins_step = False  # since the last round, as far as this rank knows
         self._next_loss: Tensor | float | None = None  # of the backward that begins next
         self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
         self._has_scaler = False
@@ -179,11 +184,12 @@ class NonfiniteGuard:
         self._has_scaler = has_scaler
 
     def begin(self, *, is_new_step: bool) -> None:
-        """Before a backward. Local."""
-        if is_new_step:
-            if not self.skips_step:
-                self._num_in_a_row = 0
-            self.skips_step = False
+        """Before a backward. Local.
+
+        `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
+        """
+        if is_new_step and self._micro_batch >= 0:
+            self._begins_step = True
             self.step, self._micro_batch = self.step + 1, -1
             self._named.clear()
             self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
@@ -195,7 +201,7 @@ class NonfiniteGuard:
         """After an exception, when gradients have been dropped. Local."""
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
-        self.skips_step = False
+        self.skips_step = self._begins_step = False
 
     # ---------------------------------------------------------------- a look
 
@@ -279,11 +285,28 @@ class NonfiniteGuard:
 
     # ---------------------------------------------------------------- agreement and report
 
-    def has_found(self, *, ends_step: bool) -> bool:
-        """Whether this rank has found something that is not reported yet. Local.
+    def flags(self, *, ends_step: bool) -> list[bool]:
+        """What this rank sends in a round: it continues a step; it has found something. Local.
 
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
+        return [not self._begins_step, self._has_found(ends_step=ends_step)]
+
+    def receive_flags(self, flags: Sequence[int]) -> bool:
+        """Takes what any rank has sent; returns whether any has found something. Local.
+
+        The last step is left unless a rank continues it: no rank may skip a step alone.
+        """
+        continues_step, has_found = map(bool, flags)
+        self._begins_step = False
+        if not continues_step:
+            if not self.skips_step:
+                self._num_in_a_row = 0
+            self.skips_step = False
+        return has_found
+
+    def _has_found(self, *, ends_step: bool) -> bool:
+        """Whether this rank has found something that is not reported yet."""
         decides = self.policy in ("stop", "skip") and not self._has_scaler
         self._receive(waits=False)  # of backwards before this one
         self._copy_maxima()

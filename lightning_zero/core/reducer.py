@@ -85,8 +85,7 @@ class Reducer:
 
     def begin(self, trainable: Trainable) -> None:
         """Before a backward: detaches reduced gradients from `.grad`. Local."""
-        self.guard.begin(is_new_step=self.has_stepped)
-        self._is_in_backward, self.has_stepped = True, False
+        self._is_in_backward = True
         self._completed = []
         self._trainable = trainable
         touched = self._last_touched(trainable) or {}
@@ -94,6 +93,11 @@ class Reducer:
         for bucket in self._buckets:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
+        grads = [bucket.grads for bucket in self._buckets]
+        is_any_left = any(any(one.is_local) or any(one.is_reduced) for one in grads)
+        continues_step = self.is_mid_step or is_any_left
+        self.guard.begin(is_new_step=self.has_stepped or not continues_step)
+        self.has_stepped = False
 
     def begin_pass(self, *, ends_step: bool) -> None:
         """Notes whether the next backward is of the last micro-batch. Local."""
@@ -182,15 +186,14 @@ class Reducer:
     def _mask(self) -> bytes:
         """This rank's flags: late gradients and partial means, by bucket; gradients, by slot.
 
-        The last one: this rank has found a non-finite gradient.
+        The last ones are those of the guard.
         """
         self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        has_found = self.guard.has_found(ends_step=self.ends_step)
-        return bytes([*late, *partial, *own, has_found])
+        return bytes([*late, *partial, *own, *self.guard.flags(ends_step=self.ends_step)])
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
@@ -206,7 +209,7 @@ class Reducer:
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
-        self._has_nonfinite = mask[start]
+        self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]

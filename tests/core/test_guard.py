@@ -253,6 +253,68 @@ def test_more_than_max_skips_in_a_row_is_an_error():
         assert "More than max_skips=2 steps in a row" in text
 
 
+def _leave_out(rank, world_size, stage):
+    """The caller steps neither of two non-finite steps; rank 0 zeroes no gradients before one."""
+    module, optimizer, engine = engine_for({"stage": stage, "on_nonfinite": "skip"})
+    reports = []
+    for step in range(3):
+        poison = (NAN,) if step < 2 else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backward(engine, module, rank, step, poison)
+        reports.append((engine.guard.last_report.step, engine.guard.last_report.found))
+        if step < 2:
+            engine.zero_grad()
+    before = states(engine, module, optimizer)
+    skips_step = engine.guard.skips_step
+    engine.step()
+    after = states(engine, module, optimizer)
+    engine.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backward(engine, module, rank, 3, (NAN,))
+    if rank == 0:
+        engine.zero_grad()  # no rank may leave the skip alone
+    backward(engine, module, rank, 4)
+    assert engine.guard.skips_step
+    num_losses = len(engine.guard._losses)
+    engine.close()
+    return reports, skips_step, before, after, num_losses
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_step_that_the_caller_leaves_out_is_a_step(stage):
+    for reports, skips_step, before, after, num_losses in run_ranks(2, _leave_out, stage):
+        assert [step for step, _ in reports] == [0, 1, 1]
+        assert [found[0].micro_batch for _, found in reports] == [2, 2, 2]
+        assert not skips_step
+        assert not before or any((after[name] != value).any() for name, value in before.items())
+        assert num_losses <= 3 * ACCUMULATION
+
+
+def _two_backwards_then_two_steps(rank, world_size):
+    """As in a GAN: the second backward does not end the skip of the first."""
+    module, _, engine = engine_for(
+        {"stage": 2, "on_nonfinite": "skip"}, lambda ps: torch.optim.SGD(list(ps)[:2], lr=0.1)
+    )
+    engine.attach(torch.optim.SGD(list(module.parameters())[2:], lr=0.1))
+    parts = list(module.parameters())
+    for trained, poison in ((parts[2:], (NAN,)), (parts[:2], ())):
+        for p in parts:
+            p.requires_grad_(any(p is one for one in trained))
+        module.blocks[1].poison = poison if rank == 1 else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward(module(micro_batch(rank, 0, 0)))
+    skips_step = engine.guard.skips_step
+    engine.close()
+    return skips_step
+
+
+def test_a_second_backward_before_the_steps_keeps_the_skip():
+    assert all(run_ranks(2, _two_backwards_then_two_steps))
+
+
 def _huge(rank, world_size):
     """Finite values whose sum is infinite; and a parameter whose gradient comes late."""
     module, _, engine = engine_for({"stage": 2, "on_nonfinite": "stop"})
