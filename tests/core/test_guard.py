@@ -315,6 +315,21 @@ def test_a_second_backward_before_the_steps_keeps_the_skip():
     assert all(run_ranks(2, _two_backwards_then_two_steps))
 
 
+def _clip_skipped(rank, world_size):
+    module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        backward(engine, module, rank, 0, (NAN,))
+    assert not engine.clip_grad_norm_(1.0, error_if_nonfinite=True).isfinite()
+    engine.step()
+    assert engine.guard.num_skipped == 1
+    engine.close()
+
+
+def test_clipping_a_skipped_step_is_no_error():
+    run_ranks(2, _clip_skipped)
+
+
 def _huge(rank, world_size):
     """Finite values whose sum is infinite; and a parameter whose gradient comes late."""
     module, _, engine = engine_for({"stage": 2, "on_nonfinite": "stop"})
