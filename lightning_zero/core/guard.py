@@ -197,6 +197,11 @@ class NonfiniteGuard:
         self._losses[self.step, self._micro_batch] = self._next_loss
         self._next_loss = None
 
+    @property
+    def decides(self) -> bool:
+        """Whether it must be known before a step if a gradient is not finite."""
+        return self.policy in ("stop", "skip") and not self._has_scaler
+
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
@@ -307,10 +312,9 @@ class NonfiniteGuard:
 
     def _has_found(self, *, ends_step: bool) -> bool:
         """Whether this rank has found something that is not reported yet."""
-        decides = self.policy in ("stop", "skip") and not self._has_scaler
         self._receive(waits=False)  # of backwards before this one
         self._copy_maxima()
-        if ends_step and decides:
+        if ends_step and self.decides:
             self._receive(waits=True)
         return bool(self._found)
 

@@ -209,7 +209,7 @@ class Reducer:
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
-        self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
+        self._receive_guard_flags(mask)
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
@@ -224,6 +224,10 @@ class Reducer:
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         return touched
+
+    def _receive_guard_flags(self, mask: Sequence[bool]) -> None:
+        start = sum(2 + len(bucket.parameters) for bucket in self._buckets)
+        self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
 
     def _report_nonfinite(self) -> None:
         """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
@@ -259,23 +263,23 @@ class Reducer:
         """Completes the means after backwards that left gradients local or partial. Collective."""
         if not self.is_mid_step:
             return
+        self.ends_step = True
         if not self._config.states.reduces_every_backward:
             for bucket in self._buckets:
                 # so that zeroed gradients are not reduced
                 bucket.grads.prepare(outlives_backward=False)
             self._reduced = set()
-            self.ends_step = True
             self._reduce_remaining(completes=True)
             self._comm.free_scratch()
-            self.is_mid_step = False
-            self._report_nonfinite()
-        elif self._comm.mesh.num_replicas > 1:
+        elif self._comm.mesh.num_replicas > 1 or self.guard.decides:
             mask = self._order.finalize_backward(self._mask, self.finish)
             self._order.conclude_backward(is_complete=True)
             for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
                 if is_partial:
                     bucket.grads.average()
+            self._receive_guard_flags([bool(flag) for flag in mask])
         self.is_mid_step = False
+        self._report_nonfinite()
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

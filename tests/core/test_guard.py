@@ -315,6 +315,34 @@ def test_a_second_backward_before_the_steps_keeps_the_skip():
     assert all(run_ranks(2, _two_backwards_then_two_steps))
 
 
+def _step_after_no_sync(rank, world_size, options):
+    module, optimizer, engine = engine_for({"on_nonfinite": "skip"} | options)
+    before = states(engine, module, optimizer)
+    for step, poison in enumerate([(NAN,), ()]):
+        module.blocks[1].poison = poison if rank == 1 else ()
+        with warnings.catch_warnings(), engine.no_sync():
+            warnings.simplefilter("ignore")
+            engine.backward(module(micro_batch(rank, step, 0)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.step()
+        engine.zero_grad()
+        if step == 0:
+            assert_equal(before, states(engine, module, optimizer))
+    after = states(engine, module, optimizer)
+    assert not before or any((after[name] != value).any() for name, value in before.items())
+    assert engine.guard.num_skipped == 1
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [(2, {"stage": 1}), (2, {"stage": 2}), (4, {"stage": 2, "sharding_group_size": 2})],
+)
+def test_a_step_after_micro_batches_in_no_sync_is_skipped(world_size, options):
+    run_ranks(world_size, _step_after_no_sync, options)
+
+
 def _clip_skipped(rank, world_size):
     module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip"})
     with warnings.catch_warnings():
