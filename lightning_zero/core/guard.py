@@ -168,7 +168,7 @@ class NonfiniteGuard:
         self._maxima: list[Tensor] = []  # of these: 0-dim
         self._copies: list[_Copy] = []
         self._found: list[NonfiniteGradient] = []  # not reported yet
-        self._named: set[str] = set()  # parameters found in this step
+        self._named: set[tuple[int, str]] = set()  # by step: parameters found
         self._listeners: list[Callable[[NonfiniteReport], None]] = []
 
     def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
@@ -191,7 +191,8 @@ class NonfiniteGuard:
         if is_new_step and self._micro_batch >= 0:
             self._begins_step = True
             self.step, self._micro_batch = self.step + 1, -1
-            self._named.clear()
+            # On a device, results of the last step may still follow.
+            self._named = {key for key in self._named if key[0] == self.step - 1}
             self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
         self._micro_batch += 1
         self._losses[self.step, self._micro_batch] = self._next_loss
@@ -273,8 +274,8 @@ class NonfiniteGuard:
 
     def _add(self, look: _Look, num_nan: int | None, num_inf: int | None) -> None:
         slot = look.bucket.plan.layout.slots[look.slot]
-        if slot.name not in self._named:
-            self._named.add(slot.name)
+        if (look.step, slot.name) not in self._named:
+            self._named.add((look.step, slot.name))
             rank = self._control.rank
             self._found.append(
                 NonfiniteGradient(
