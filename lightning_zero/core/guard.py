@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 _MAX_LINES = 8  # parameters that a message names
+_MAX_SENT = 64  # parameters that a rank names; a NaN in the loss makes every gradient one
 
 
 class NonfiniteGradientError(RuntimeError):
@@ -57,7 +58,7 @@ class NonfiniteGradientError(RuntimeError):
 
 
 class NonfiniteGradientWarning(UserWarning):
-    """A gradient is NaN or infinite; see `on_nonfinite`."""
+    """A gradient is NaN or infinite; see `on_nonfinite`. On rank 0 only."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,21 @@ class NonfiniteReport:
 
     Attributes:
         step: Number of the first step, from 0 when the engine was built.
-        found: Non-finite gradients, in order; a parameter is listed once per rank and step.
+        found: Non-finite gradients, in order; a parameter is listed once per rank and step. At most
+            64 of each rank.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
+        num_more: Non-finite gradients that `found` leaves out.
     """
 
     step: int
     found: tuple[NonfiniteGradient, ...]
     losses: tuple[float | None, ...]
+    num_more: int = 0
 
     def __str__(self) -> str:
         lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
-        if len(self.found) > _MAX_LINES:
-            lines.append(f"  and {len(self.found) - _MAX_LINES} more")
+        if num_more := len(self.found) - len(lines) + self.num_more:
+            lines.append(f"  and {num_more} more")
         losses = ", ".join("unknown" if one is None else f"{one:.6g}" for one in self.losses)
         micro_batch = self.found[0].micro_batch
         lines.append(f"  loss of micro-batch {micro_batch}, by rank: {losses}")
@@ -329,12 +333,16 @@ class NonfiniteGuard:
         self._receive(waits=True)
         losses = {k: None if loss is None else float(loss) for k, loss in self._losses.items()}
         found, self._found = self._found, []
-        by_rank = self._control.gather_objects((found, losses))
-        everything = [one for own, _ in by_rank for one in own]
+        num_more = len(found[_MAX_SENT:])
+        by_rank = self._control.gather_objects((found[:_MAX_SENT], losses, num_more))
+        everything = [one for own, _, _ in by_rank for one in own]
         everything.sort(key=lambda one: (one.step, one.micro_batch, one.rank))
         key = everything[0].step, everything[0].micro_batch
         report = NonfiniteReport(
-            key[0], tuple(everything), tuple(own.get(key) for _, own in by_rank)
+            key[0],
+            tuple(everything),
+            tuple(own.get(key) for _, own, _ in by_rank),
+            sum(number for _, _, number in by_rank),
         )
         self.last_report = report
         text = str(report)
@@ -367,7 +375,8 @@ class NonfiniteGuard:
                 "gradients: training does not recover. Parameters and optimizer states are those "
                 "before the first of them."
             )
-        warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
+        if self._control.rank == 0:
+            warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
 
 
 def _is_finite(values: Tensor) -> bool:
