@@ -15,7 +15,8 @@ a loss scaler's skip. Gradients may be zeroed on some ranks only, so each rank s
 whether it continues a step: if any does, the step that is to be skipped is still the same.
 
 On a device the host does not wait for the result. It is copied to the CPU while the device works,
-and sent in the round of the next backward, so that with "warn" a report is one backward late.
+and sent in the round of the next backward, so that with "warn" a report is one backward late,
+and the last backward has none: a rank that closes may do so alone, after an exception.
 "stop" and "skip" must know it before the step: at the end of the last backward of a step the host
 waits for the device, as a loss scaler does.
 
