@@ -10,8 +10,13 @@ byte more, "this rank has found something". If any rank has, all ranks exchange 
 their losses, after the reductions of this backward. So a report costs an exchange, and its absence
 costs nothing but the look.
 
+A step ends with the step of an optimizer, or when its gradients are zeroed without one, as after
+a loss scaler's skip. Gradients may be zeroed on some ranks only, so each rank sends in that round
+whether it continues a step: if any does, the step that is to be skipped is still the same.
+
 On a device the host does not wait for the result. It is copied to the CPU while the device works,
-and sent in the round of the next backward, so that with "warn" a report is one backward late.
+and sent in the round of the next backward, so that with "warn" a report is one backward late,
+and the last backward has none: a rank that closes may do so alone, after an exception.
 "stop" and "skip" must know it before the step: at the end of the last backward of a step the host
 waits for the device, as a loss scaler does.
 
@@ -46,6 +51,7 @@ __all__ = [
 ]
 
 _MAX_LINES = 8  # parameters that a message names
+_MAX_SENT = 64  # parameters that a rank names; a NaN in the loss makes every gradient one
 
 
 class NonfiniteGradientError(RuntimeError):
@@ -53,7 +59,7 @@ class NonfiniteGradientError(RuntimeError):
 
 
 class NonfiniteGradientWarning(UserWarning):
-    """A gradient is NaN or infinite; see `on_nonfinite`."""
+    """A gradient is NaN or infinite; see `on_nonfinite`. On rank 0 only."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +102,21 @@ class NonfiniteReport:
 
     Attributes:
         step: Number of the first step, from 0 when the engine was built.
-        found: Non-finite gradients, in order; a parameter is listed once per rank and step.
+        found: Non-finite gradients, in order; a parameter is listed once per rank and step. At most
+            64 of each rank.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
+        num_more: Non-finite gradients that `found` leaves out.
     """
 
     step: int
     found: tuple[NonfiniteGradient, ...]
     losses: tuple[float | None, ...]
+    num_more: int = 0
 
     def __str__(self) -> str:
         lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
-        if len(self.found) > _MAX_LINES:
-            lines.append(f"  and {len(self.found) - _MAX_LINES} more")
+        if num_more := len(self.found) - len(lines) + self.num_more:
+            lines.append(f"  and {num_more} more")
         losses = ", ".join("unknown" if one is None else f"{one:.6g}" for one in self.losses)
         micro_batch = self.found[0].micro_batch
         lines.append(f"  loss of micro-batch {micro_batch}, by rank: {losses}")
@@ -156,6 +165,7 @@ class NonfiniteGuard:
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
         self.step, self._micro_batch = 0, -1
+        self._begins_step = False  # since the last round, as far as this rank knows
         self._next_loss: Tensor | float | None = None  # of the backward that begins next
         self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
         self._has_scaler = False
@@ -163,7 +173,7 @@ class NonfiniteGuard:
         self._maxima: list[Tensor] = []  # of these: 0-dim
         self._copies: list[_Copy] = []
         self._found: list[NonfiniteGradient] = []  # not reported yet
-        self._named: set[str] = set()  # parameters found in this step
+        self._named: set[tuple[int, str]] = set()  # by step: parameters found
         self._listeners: list[Callable[[NonfiniteReport], None]] = []
 
     def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
@@ -179,23 +189,30 @@ class NonfiniteGuard:
         self._has_scaler = has_scaler
 
     def begin(self, *, is_new_step: bool) -> None:
-        """Before a backward. Local."""
-        if is_new_step:
-            if not self.skips_step:
-                self._num_in_a_row = 0
-            self.skips_step = False
+        """Before a backward. Local.
+
+        `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
+        """
+        if is_new_step and self._micro_batch >= 0:
+            self._begins_step = True
             self.step, self._micro_batch = self.step + 1, -1
-            self._named.clear()
+            # On a device, results of the last step may still follow.
+            self._named = {key for key in self._named if key[0] == self.step - 1}
             self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
         self._micro_batch += 1
         self._losses[self.step, self._micro_batch] = self._next_loss
         self._next_loss = None
 
+    @property
+    def decides(self) -> bool:
+        """Whether it must be known before a step if a gradient is not finite."""
+        return self.policy in ("stop", "skip") and not self._has_scaler
+
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
-        self.skips_step = False
+        self.skips_step = self._begins_step = False
 
     # ---------------------------------------------------------------- a look
 
@@ -262,8 +279,8 @@ class NonfiniteGuard:
 
     def _add(self, look: _Look, num_nan: int | None, num_inf: int | None) -> None:
         slot = look.bucket.plan.layout.slots[look.slot]
-        if slot.name not in self._named:
-            self._named.add(slot.name)
+        if (look.step, slot.name) not in self._named:
+            self._named.add((look.step, slot.name))
             rank = self._control.rank
             self._found.append(
                 NonfiniteGradient(
@@ -279,15 +296,31 @@ class NonfiniteGuard:
 
     # ---------------------------------------------------------------- agreement and report
 
-    def has_found(self, *, ends_step: bool) -> bool:
-        """Whether this rank has found something that is not reported yet. Local.
+    def flags(self, *, ends_step: bool) -> list[bool]:
+        """What this rank sends in a round: it continues a step; it has found something. Local.
 
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
-        decides = self.policy in ("stop", "skip") and not self._has_scaler
+        return [not self._begins_step, self._has_found(ends_step=ends_step)]
+
+    def receive_flags(self, flags: Sequence[int]) -> bool:
+        """Takes what any rank has sent; returns whether any has found something. Local.
+
+        The last step is left unless a rank continues it: no rank may skip a step alone.
+        """
+        continues_step, has_found = map(bool, flags)
+        self._begins_step = False
+        if not continues_step:
+            if not self.skips_step:
+                self._num_in_a_row = 0
+            self.skips_step = False
+        return has_found
+
+    def _has_found(self, *, ends_step: bool) -> bool:
+        """Whether this rank has found something that is not reported yet."""
         self._receive(waits=False)  # of backwards before this one
         self._copy_maxima()
-        if ends_step and decides:
+        if ends_step and self.decides:
             self._receive(waits=True)
         return bool(self._found)
 
@@ -301,12 +334,16 @@ class NonfiniteGuard:
         self._receive(waits=True)
         losses = {k: None if loss is None else float(loss) for k, loss in self._losses.items()}
         found, self._found = self._found, []
-        by_rank = self._control.gather_objects((found, losses))
-        everything = [one for own, _ in by_rank for one in own]
+        num_more = len(found[_MAX_SENT:])
+        by_rank = self._control.gather_objects((found[:_MAX_SENT], losses, num_more))
+        everything = [one for own, _, _ in by_rank for one in own]
         everything.sort(key=lambda one: (one.step, one.micro_batch, one.rank))
         key = everything[0].step, everything[0].micro_batch
         report = NonfiniteReport(
-            key[0], tuple(everything), tuple(own.get(key) for _, own in by_rank)
+            key[0],
+            tuple(everything),
+            tuple(own.get(key) for _, own, _ in by_rank),
+            sum(number for _, _, number in by_rank),
         )
         self.last_report = report
         text = str(report)
@@ -339,7 +376,8 @@ class NonfiniteGuard:
                 "gradients: training does not recover. Parameters and optimizer states are those "
                 "before the first of them."
             )
-        warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
+        if self._control.rank == 0:
+            warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -121,7 +121,7 @@ class CollectiveOrder:
         self._num_units = self._backward_event = len(numels)
         self._first_reduction = len(numels) + 1  # event of bucket 0
         self._has_units = any(numels)  # some units are sharded
-        num_bytes = 2 * (len(numels) + num_buckets) + len(names) + 1
+        num_bytes = 2 * (len(numels) + num_buckets) + len(names) + 2  # the guard's flags
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._state = LocalState()

@@ -85,8 +85,7 @@ class Reducer:
 
     def begin(self, trainable: Trainable) -> None:
         """Before a backward: detaches reduced gradients from `.grad`. Local."""
-        self.guard.begin(is_new_step=self.has_stepped)
-        self._is_in_backward, self.has_stepped = True, False
+        self._is_in_backward = True
         self._completed = []
         self._trainable = trainable
         touched = self._last_touched(trainable) or {}
@@ -94,6 +93,11 @@ class Reducer:
         for bucket in self._buckets:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
+        grads = [bucket.grads for bucket in self._buckets]
+        is_any_left = any(any(one.is_local) or any(one.is_reduced) for one in grads)
+        continues_step = self.is_mid_step or is_any_left
+        self.guard.begin(is_new_step=self.has_stepped or not continues_step)
+        self.has_stepped = False
 
     def begin_pass(self, *, ends_step: bool) -> None:
         """Notes whether the next backward is of the last micro-batch. Local."""
@@ -182,15 +186,14 @@ class Reducer:
     def _mask(self) -> bytes:
         """This rank's flags: late gradients and partial means, by bucket; gradients, by slot.
 
-        The last one: this rank has found a non-finite gradient.
+        The last ones are those of the guard.
         """
         self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
         partial = [bucket.grads.is_partial for bucket in buckets]
         own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        has_found = self.guard.has_found(ends_step=self.ends_step)
-        return bytes([*late, *partial, *own, has_found])
+        return bytes([*late, *partial, *own, *self.guard.flags(ends_step=self.ends_step)])
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
@@ -206,7 +209,7 @@ class Reducer:
         for bucket in buckets:
             stop = start + len(bucket.parameters)
             touched[bucket], start = mask[start:stop], stop
-        self._has_nonfinite = mask[start]
+        self._receive_guard_flags(mask)
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
@@ -221,6 +224,10 @@ class Reducer:
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         return touched
+
+    def _receive_guard_flags(self, mask: Sequence[bool]) -> None:
+        start = sum(2 + len(bucket.parameters) for bucket in self._buckets)
+        self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
 
     def _report_nonfinite(self) -> None:
         """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
@@ -256,23 +263,23 @@ class Reducer:
         """Completes the means after backwards that left gradients local or partial. Collective."""
         if not self.is_mid_step:
             return
+        self.ends_step = True
         if not self._config.states.reduces_every_backward:
             for bucket in self._buckets:
                 # so that zeroed gradients are not reduced
                 bucket.grads.prepare(outlives_backward=False)
             self._reduced = set()
-            self.ends_step = True
             self._reduce_remaining(completes=True)
             self._comm.free_scratch()
-            self.is_mid_step = False
-            self._report_nonfinite()
-        elif self._comm.mesh.num_replicas > 1:
+        elif self._comm.mesh.num_replicas > 1 or self.guard.decides:
             mask = self._order.finalize_backward(self._mask, self.finish)
             self._order.conclude_backward(is_complete=True)
             for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
                 if is_partial:
                     bucket.grads.average()
+            self._receive_guard_flags([bool(flag) for flag in mask])
         self.is_mid_step = False
+        self._report_nonfinite()
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

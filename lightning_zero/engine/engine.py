@@ -348,7 +348,7 @@ class Engine:
             norm_type: p of the p-norm; may be `math.inf`.
             parameters: Parameters to clip. None: all parameters of the module.
             error_if_nonfinite: Raise an error, on every rank and before any gradient changes, if
-                the norm is infinite or NaN.
+                the norm is infinite or NaN, unless `on_nonfinite="skip"` skips this step.
 
         Returns:
             The total norm before clipping, 0-dim.
@@ -363,7 +363,7 @@ class Engine:
             float(max_norm),
             parameters=None if parameters is None else set(parameters),
             order=float(norm_type),
-            error_if_nonfinite=error_if_nonfinite,
+            error_if_nonfinite=error_if_nonfinite and not self.guard.skips_step,
         )
 
     def clip_grad_value_(

@@ -297,7 +297,12 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         with ExitStack() as contexts:
             for engine in self._engines_of(tensor):
-                contexts.enter_context(engine.backward_context(retain_graph=retain_graph))
+                context = engine.backward_context(
+                    retain_graph=retain_graph,
+                    loss=tensor,
+                    has_scaler=getattr(self.precision, "scaler", None) is not None,
+                )
+                contexts.enter_context(context)
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[arg-type]
 
     def _engines_of(self, loss: Tensor) -> list[Engine]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
+from lightning_zero.fabric import ZeroStrategy
 from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays
@@ -210,6 +213,32 @@ def _clip_infinite(rank, world_size, strategy):
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_gradients_do_not_change_if_their_norm_is_not_finite(name):
     run_ranks(2, _clip_infinite, name, has_group=False)
+
+
+def _skip_with_scaler(rank, world_size):
+    fabric = launch(
+        ZeroStrategy(stage=2, on_nonfinite="stop"),
+        world_size,
+        plugins=MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60)),
+    )
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = []
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).float().square().sum() * 1e30
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fabric.backward(loss)
+        report = fabric.strategy.engines[0].guard.last_report
+        steps.append((report.step, report.losses[rank] == pytest.approx(float(loss))))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert steps == [(0, True), (1, True)]
+
+
+def test_a_loss_scaler_decides_and_reports_name_the_loss():
+    run_ranks(2, _skip_with_scaler, has_group=False)
 
 
 def _methods(rank, world_size):
