@@ -276,6 +276,7 @@ class ZeroStrategy(EngineStrategy):
         self.translation: Translation | None = None  # the translated DeepSpeed file
         self._finite = FiniteCheckpoints()
         self.last_checkpoint: str | None = None  # path of the last save in this process
+        self.num_saves = 0  # in this process
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @classmethod
@@ -510,6 +511,7 @@ class ZeroStrategy(EngineStrategy):
             return
         filepath = self.broadcast(filepath)  # ranks may format different metrics into file names
         self.last_checkpoint = str(filepath)
+        self.num_saves += 1
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, self._engine)
             self._mark_nonfinite(checkpoint, str(filepath), self._engine)
