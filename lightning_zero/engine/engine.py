@@ -442,8 +442,9 @@ class Engine:
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             streams.synchronize(self.device)
-        for state in states:
-            memory = device_memory(state, self.buckets, self.optimizers)
+        # All of it is found before any of it is freed: an error leaves every state as it is.
+        found = {s: list(device_memory(s, self.buckets, self.optimizers)) for s in states}
+        for state, memory in found.items():
             self.storage.state_offload.offload(state, memory, pin=on_cuda)
         if State.PARAM in states:
             for bucket in self.buckets:

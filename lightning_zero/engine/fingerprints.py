@@ -101,6 +101,8 @@ def fingerprint(tensor: Tensor) -> int:
     """
     flat = tensor.detach().reshape(-1).contiguous()
     nbytes = flat.numel() * flat.element_size()
+    if flat.storage_offset() * flat.element_size() % 4:
+        flat = flat.clone()  # a view of wider words must begin at one
     words = flat.view(torch.int32 if nbytes % 4 == 0 and flat.element_size() != 1 else torch.uint8)
     weights = torch.arange(1, 2 * min(_CHUNK, words.numel()) + 1, 2, device=flat.device)
     total = flat.numel()

@@ -14,7 +14,7 @@ from lightning_zero.layout.stage import State
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
-from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.storage import MemoryShardStore
 
 __all__ = ["as_states", "device_memory"]
@@ -48,6 +48,8 @@ def device_memory(
                 yield store.tensor
     for optimizer in optimizers if state is State.OPTIM else ():
         for parameter, own in raw_states(optimizer).items():
+            if not isinstance(parameter, Tensor) or not has_placement(parameter):
+                continue  # a key of the optimizer's own
             bucket = bucket_of(placement_of(parameter))
             if bucket.plan.tiers.optim is not Tier.DEVICE:
                 continue

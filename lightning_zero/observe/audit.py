@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import lightning.pytorch as pl
@@ -21,6 +22,7 @@ from lightning_zero.engine.fingerprints import (
     differs_from_checkpoint,
     fingerprint,
 )
+from lightning_zero.health.together import failing_together
 from lightning_zero.observe.replica import Replica, copy_of
 from lightning_zero.observe.report import zero_strategy
 from lightning_zero.strategy.strategy import ZeroStrategy
@@ -42,8 +44,8 @@ class Audit(pl.Callback):
     With `against_data_parallel`, a full copy of the model trains on the same batches in the same
     processes, without an engine, for that number of steps. It needs the memory of plain data
     parallel, so use it on a small version of a model. It needs automatic optimization, one
-    optimizer, a precision other than "16-mixed", "16-true" and "bf16-true", and the default
-    `configure_gradient_clipping`.
+    optimizer, an `on_nonfinite` other than "skip", a precision other than "16-mixed", "16-true" and
+    "bf16-true", and the default `configure_gradient_clipping`.
 
     Collective: every rank, at each audit.
 
@@ -88,13 +90,18 @@ class Audit(pl.Callback):
         self._replica: Replica | None = None
         self._audit: RankAudit | None = None
         self._last_step = 0  # `global_step` after the last step seen
-        self._last_checkpoint: str | None = None
+        self._num_saves = 0  # the strategy's, when a checkpoint was last compared
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         zero_strategy(trainer, self)
         if stage != "fit" or not self.against_data_parallel:
             return
+        if zero_strategy(trainer, self).config.on_nonfinite == "skip":
+            raise ValueError(
+                'the comparison with plain data parallel does not support on_nonfinite="skip": '
+                'plain training skips no step; use on_nonfinite="stop".'
+            )
         precision = trainer.precision
         if precision in ("16-mixed", "16-true", "bf16-true"):
             raise ValueError(
@@ -146,16 +153,26 @@ class Audit(pl.Callback):
 
     def _compare_checkpoint(self, strategy: ZeroStrategy, trainer: pl.Trainer) -> None:
         """Compares a checkpoint that was written since the last batch with the shards."""
-        path = strategy.last_checkpoint
-        if path is None or path == self._last_checkpoint or trainer.global_step != self._last_step:
+        path, num_saves = strategy.last_checkpoint, strategy.num_saves
+        if num_saves == self._num_saves or trainer.global_step != self._last_step:
             return
-        self._last_checkpoint = path
+        assert path is not None
+        self._num_saves = num_saves
         strategy.finish_saving()
-        path = strategy.engine.comm.control.broadcast_object(path)
-        opened = open_checkpoint(path, weights_only=False)
-        state_dict = opened.get("current_model_state", opened["state_dict"])
-        own = differs_from_checkpoint(strategy.engine, path, state_dict)
-        by_rank = strategy.engine.comm.control.gather_objects(own)
+        gather = strategy.engine.comm.control.gather_objects
+        own: list[str] | None = None  # the file is missing, as on the local disk of another node
+        with failing_together(f"read {path}", gather=gather), suppress(FileNotFoundError):
+            opened = open_checkpoint(path, weights_only=False)
+            state_dict = opened.get("current_model_state", opened["state_dict"])
+            own = differs_from_checkpoint(strategy.engine, path, state_dict)
+        by_rank = gather(own)
+        missing = [rank for rank, lines in enumerate(by_rank) if lines is None]
+        if missing:
+            rank_zero_warn(
+                f"audit in step {trainer.global_step}: {path} was not compared with the values "
+                f"that were saved: rank {missing[0]} does not find it."
+            )
+            return
         lines = [line for lines in by_rank for line in lines]
         self._report(lines, trainer, "the checkpoint differs from the values that were saved")
 

@@ -276,6 +276,7 @@ class ZeroStrategy(EngineStrategy):
         self.translation: Translation | None = None  # the translated DeepSpeed file
         self._finite = FiniteCheckpoints()
         self.last_checkpoint: str | None = None  # path of the last save in this process
+        self.num_saves = 0  # in this process
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @classmethod
@@ -508,7 +509,9 @@ class ZeroStrategy(EngineStrategy):
                 f"{REGROUP_TIMEOUT.seconds} s after the exception, so that shards are missing."
             )
             return
+        filepath = self.broadcast(filepath)  # ranks may format different metrics into file names
         self.last_checkpoint = str(filepath)
+        self.num_saves += 1
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, self._engine)
             self._mark_nonfinite(checkpoint, str(filepath), self._engine)
@@ -532,7 +535,8 @@ class ZeroStrategy(EngineStrategy):
             self.finish_saving(warns=True)  # the checkpoint in flight may be moved
             note = checkpoint.setdefault(METADATA_KEY, {})
             note[NONFINITE_KEY] = names
-        self._finite.prepare(path, names, self.run_on_rank_zero)
+        is_movable = not self._uses_io_only(path)
+        self._finite.prepare(path, names, self.run_on_rank_zero, is_movable=is_movable)
 
     def _save_full(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
@@ -578,11 +582,14 @@ class ZeroStrategy(EngineStrategy):
         self._saving.finish()
         path = self.broadcast(checkpoint_path)
         if self._uses_io_only(path):
-            return super().load_checkpoint(path, weights_only=weights_only)
-        checkpoint = open_on_all_ranks(
-            path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
-        )
-        checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+            checkpoint = super().load_checkpoint(path, weights_only=weights_only)
+        else:
+            checkpoint = open_on_all_ranks(
+                path, self.global_rank, self.world_size, self.gather_for, weights_only=weights_only
+            )
+            checkpoint.setdefault("pytorch-lightning_version", lightning_version)
+        is_resumed = run_state(self.lightning_module).fn == TrainerFn.FITTING
+        self._finite.note_load(path, checkpoint.get(METADATA_KEY), is_resumed=is_resumed)
         return checkpoint
 
     @override

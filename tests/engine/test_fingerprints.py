@@ -152,3 +152,8 @@ def test_a_fingerprint_changes_with_each_bit_and_position(dtype):
     swapped[[10, 11]] = values[[11, 10]]
     assert fingerprint(swapped) != first
     assert fingerprint(torch.zeros((), dtype=dtype)) == fingerprint(torch.zeros((), dtype=dtype))
+
+
+def test_a_view_between_two_words_has_the_fingerprint_of_its_values():
+    values = torch.arange(9, dtype=torch.bfloat16)
+    assert fingerprint(values[1:5]) == fingerprint(values[1:5].clone())

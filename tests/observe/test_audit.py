@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -230,6 +231,45 @@ def test_a_shard_that_differs_from_the_new_checkpoint_is_found(checkpoint, tmp_p
     text = text_of(lambda: fit_ranks(2, spec, mlp, options))
     assert "the checkpoint differs from the values that were saved" in text
     assert "of rank 1: 1 differ from" in text
+
+
+class SaveLast(Callback):
+    """Saves to the same path after each step; then rank 0 may delete the file."""
+
+    def __init__(self, path, is_deleted=False):
+        self.path, self.is_deleted = path, is_deleted
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        trainer.save_checkpoint(self.path)
+        if self.is_deleted and trainer.is_global_zero:
+            self.path.unlink()
+        trainer.strategy.barrier()
+
+
+def test_each_checkpoint_of_one_path_is_compared(tmp_path):
+    options = {"callbacks": [CorruptFile(), SaveLast(tmp_path / "last.ckpt"), Audit(100)]}
+    text = text_of(lambda: fit_ranks(2, settings(3, checkpoint="full"), mlp, options))
+    assert "of rank 1: 1 differ from" in text
+
+
+def _fit_without_files(rank, world_size, path):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saver = SaveLast(path, is_deleted=True)
+        options = {"callbacks": [saver, Audit(100)]}
+        fit(rank, world_size, settings(3, checkpoint="full"), mlp, options)
+    return [str(one.message) for one in caught if "was not compared" in str(one.message)]
+
+
+def test_a_checkpoint_that_is_missing_is_left_out_with_a_warning(tmp_path):
+    texts, others = run_ranks(2, _fit_without_files, tmp_path / "last.ckpt", has_group=False)
+    assert "rank 0 does not find it" in texts[0]
+    assert not others
+
+
+def test_a_comparison_with_skipped_steps_is_refused():
+    with pytest.raises(AssertionError, match='does not support on_nonfinite="skip"'):
+        run(settings(1, on_nonfinite="skip"), mlp)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 
 from lightning_zero import open_checkpoint
 from lightning_zero.cli import main
@@ -74,6 +74,91 @@ def test_an_overwritten_checkpoint_is_moved_aside():
         "only-finite.ckpt": True,
         "only.ckpt": False,
     }
+
+
+class SetParameters(Callback):
+    """Sets all parameters to one of `values` after each step."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.fill_(self.values[batch_idx])
+
+
+class SaveEachStep(Callback):
+    """Saves to one path; on rank 1 its name is another one, as with a metric of this rank."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        rank = trainer.global_rank
+        trainer.save_checkpoint(f"saved/rank{rank}-{batch_idx}.ckpt" if rank else "saved/only.ckpt")
+
+
+def _save_each_step(rank, world_size, values, checkpoint, ckpt_path=None, plugins=()):
+    torch.manual_seed(0)
+    module = MLPModule(ranks=world_size, num_batches=len(values))
+    trainer = make_trainer(
+        settings(2, checkpoint=checkpoint),
+        callbacks=[SetParameters(values), SaveEachStep()],
+        max_epochs=2 if ckpt_path else 1,
+        plugins=[make() for make in plugins],
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, ckpt_path=ckpt_path)
+    texts = [str(one.message) for one in caught if "finite" in str(one.message)]
+    biases = {
+        path.name: float(open_checkpoint(path)["state_dict"]["net.0.bias"][0])
+        for path in Path("saved").glob("*.ckpt")
+    }
+    return biases, texts
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("checkpoint", ["sharded", pytest.param("full", marks=pytest.mark.slow)])
+def test_a_checkpoint_is_moved_aside_again_over_an_older_one(checkpoint):
+    values = [1.0, NAN, 2.0, NAN]
+    biases, texts = run_ranks(2, _save_each_step, values, checkpoint, has_group=False)[0]
+    assert biases.pop("only-finite.ckpt") == 2.0
+    assert [str(bias) for bias in biases.values()] == ["nan"]
+    assert any("only-finite.ckpt is the last finite checkpoint" in text for text in texts)
+
+
+def _resume(rank, world_size):
+    _save_each_step(rank, world_size, [1.0], "full")
+    return _save_each_step(rank, world_size, [NAN], "full", ckpt_path="saved/only.ckpt")
+
+
+def test_the_checkpoint_that_a_run_resumed_from_is_moved_aside():
+    biases, _ = run_ranks(2, _resume, has_group=False)[0]
+    assert biases["only-finite.ckpt"] == 1.0
+
+
+def _resume_marked(rank, world_size):
+    _save_each_step(rank, world_size, [NAN], "full")
+    return _save_each_step(rank, world_size, [NAN], "full", ckpt_path="saved/only.ckpt")
+
+
+def test_a_marked_checkpoint_that_is_loaded_is_named():
+    biases, texts = run_ranks(2, _resume_marked, has_group=False)[0]
+    assert list(biases) == ["only.ckpt"]
+    assert any("only.ckpt was saved with non-finite values in net.0.weight" in t for t in texts)
+
+
+class OwnIO(TorchCheckpointIO):
+    """A plugin of the user."""
+
+
+def test_a_checkpoint_of_another_plugin_is_not_called_kept():
+    call = (2, _save_each_step, [1.0, NAN, NAN], "full", None, [OwnIO])
+    biases, texts = run_ranks(*call, has_group=False)[0]
+    assert list(biases) == ["only.ckpt"]
+    assert any("It replaces the last finite checkpoint" in text for text in texts)
+    assert not any("is the last finite checkpoint" in text for text in texts)
 
 
 @pytest.mark.slow
