@@ -99,6 +99,13 @@ class Reducer:
         self.guard.begin(is_new_step=self.has_stepped or not continues_step)
         self.has_stepped = False
 
+    def drop_gradients(self) -> None:
+        """Sets `.grad` of every parameter to None. Local."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for bucket in self._buckets:
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+
     def begin_pass(self, *, ends_step: bool) -> None:
         """Notes whether the next backward is of the last micro-batch. Local."""
         self.ends_step = ends_step

@@ -334,13 +334,12 @@ class OptimizerStep:
     def _begin_skip(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Drops the gradients, and lets the step function step a copy of the optimizer's settings.
+        """Drops all gradients, and lets the step function step a copy of the optimizer's settings.
 
-        A hook cannot leave the step function out, and some optimizers count its calls.
+        An optimizer that steps later would use the others. A hook cannot leave the step function
+        out, and some optimizers count its calls.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._members():
-                parameter.grad = None
+        self._reducer.drop_gradients()
         stand_in = object.__new__(type(self.optimizer))
         vars(stand_in).update(
             vars(self.optimizer),

@@ -316,6 +316,51 @@ def test_a_second_backward_before_the_steps_keeps_the_skip():
     assert all(run_ranks(2, _two_backwards_then_two_steps))
 
 
+def _an_optimizer_that_steps_later(rank, world_size, stage):
+    module, first, engine = engine_for(
+        {"stage": stage, "on_nonfinite": "skip"}, lambda ps: torch.optim.SGD(list(ps)[:2], lr=0.1)
+    )
+    second = torch.optim.SGD(list(module.parameters())[2:], lr=0.1)
+    engine.attach(second)
+    for step, poison in enumerate([(NAN,), ()]):
+        module.blocks[1].poison = poison if rank == 1 else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward(module(micro_batch(rank, step, 0)))
+        first.step()
+        first.zero_grad()
+    second.step()
+    engine.close()
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_skip_drops_the_gradients_of_an_optimizer_that_steps_later(stage):
+    run_ranks(2, _an_optimizer_that_steps_later, stage)
+
+
+class SAM(torch.optim.SGD):
+    """Evaluates its closure twice in one step."""
+
+    def step(self, closure):
+        closure()
+        super().step()
+        return super().step(closure)
+
+
+def _retry(rank, world_size):
+    """SAM cannot skip: it is refused before the module is changed."""
+    module = Net()
+    optimizer = SAM(module.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match='on_nonfinite="skip" has no meaning for SAM'):
+        Engine(module, [optimizer], ZeroConfig(stage=3, on_nonfinite="skip"))
+    Engine(module, [optimizer], ZeroConfig(stage=3)).close()
+
+
+def test_after_a_refused_optimizer_the_module_can_be_used():
+    run_ranks(1, _retry)
+
+
 def _step_after_no_sync(rank, world_size, options):
     module, optimizer, engine = engine_for({"on_nonfinite": "skip"} | options)
     before = states(engine, module, optimizer)
