@@ -41,7 +41,7 @@ from lightning_zero.core.unit import Call, Unit, with_base
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
-__all__ = ["Hooks"]
+__all__ = ["PLAIN", "Hooks"]
 
 # Attributes of a module that hold hooks by number.
 _HOOKS = (
@@ -53,7 +53,8 @@ _HOOKS = (
     "_state_dict_hooks",
 )
 _METHODS = ("__reduce_ex__", "__deepcopy__")  # set on the module itself, instead of its class's
-_PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+# Leaves of arguments and outputs; another object may contain tensors.
+PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Hooks:
@@ -261,7 +262,7 @@ class Hooks:
             for seen in with_base(tensor):
                 if seen.grad_fn not in call.prior_nodes:
                     seen.register_hook(on_reached)
-        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
+        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
             self._schedule.keep_unsharded(unit, reason)
