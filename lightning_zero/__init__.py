@@ -3,6 +3,27 @@
 Importing the package registers the strategies `zero1`, `zero2` and `zero3`, their `_offload`
 variants, and each of these with `_notebook` for `Trainer(strategy=...)`; see `_registration`. It
 imports neither torch nor Lightning. Each public name is imported at its first use.
+
+Packages, each of which imports only from those above it; the docstring of each lists its modules:
+
+    record        recorded spans and counters
+    layout        which bytes are where: stages, settings, flat layouts, plans
+    tensors       flat buffers, sharded and guarded tensors
+    health        failures of ranks are detected, and end all waits
+    comm          collectives, and small messages between the ranks' CPUs
+    tiers         shards on the device, in CPU memory and in files
+    core          the run time of a step: schedule, units, buckets
+    construction  parameters that are sharded as they are built
+    optim         optimizers that step shards
+    engine        all of it in one object, without Lightning
+    deepspeed     settings and checkpoints of DeepSpeed
+    checkpoint    checkpoints in every format
+    planner       memory and traffic before a job runs
+    launch        processes, SLURM and Hydra
+    strategy      the strategy of Lightning's Trainer; begin here, or with `core`
+    fabric        the strategy of Lightning's Fabric
+    observe       monitor, audit, reports and plots
+    conf, cli     configuration groups of Hydra; the command `lightning-zero`
 """
 
 import importlib

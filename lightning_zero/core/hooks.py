@@ -41,7 +41,7 @@ from lightning_zero.core.unit import Call, Unit, with_base
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
-__all__ = ["Hooks"]
+__all__ = ["PLAIN", "Hooks"]
 
 # Attributes of a module that hold hooks by number.
 _HOOKS = (
@@ -53,7 +53,8 @@ _HOOKS = (
     "_state_dict_hooks",
 )
 _METHODS = ("__reduce_ex__", "__deepcopy__")  # set on the module itself, instead of its class's
-_PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+# Leaves of arguments and outputs; another object may contain tensors.
+PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 class Hooks:
@@ -122,9 +123,13 @@ class Hooks:
                 f"{type(module).__name__} is not a part of {type(self._module).__name__}, which "
                 "this engine holds; call the method of the engine that holds it."
             )
-        if name == "forward":
-            raise ValueError('"forward" runs as a forward already, when the module is called.')
+        if name in ("forward", "__call__"):
+            raise ValueError(f'"{name}" runs as a forward already, when the module is called.')
         method = getattr(module, name)  # an AttributeError if there is none
+        if not callable(method) or isinstance(method, nn.Module):
+            raise TypeError(
+                f"{name} of {type(module).__name__} must be a method, got {type(method).__name__}."
+            )
         replaced = self._forward_methods.setdefault(module, {})
         if name in replaced:
             return  # registered before
@@ -261,7 +266,7 @@ class Hooks:
             for seen in with_base(tensor):
                 if seen.grad_fn not in call.prior_nodes:
                     seen.register_hook(on_reached)
-        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, _PLAIN)), None)
+        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
             self._schedule.keep_unsharded(unit, reason)

@@ -296,6 +296,7 @@ class Engine:
         Raises:
             ValueError: `module` does not belong to the engine, or `name` is "forward".
             AttributeError: `module` has no such method.
+            TypeError: `name` names no method, but a submodule or a value.
         """
         self._hooks.register_forward_method(module, name, self.forward_context)
 

@@ -1,9 +1,11 @@
 """`Fabric(strategy="zero3")`: an engine for each module that `fabric.setup` is given.
 
 [Note: Engines of a backward] A loss may have been computed by several modules, as in a GAN, and
-only the engines whose parameters are in its graph take part in its backward: an engine that is left
-out keeps its forward open, for a later loss. With several engines, the graph is searched for their
-parameters. Each rank finds the same ones, because all ranks run the same program.
+only the engines whose parameters or outputs are in its graph take part in its backward: an engine
+that is left out keeps its forward open, for a later loss. With several engines, the graph is
+searched for their parameters, and for the nodes of their modules' outputs: frozen parameters, such
+as those of a discriminator in the step of the generator, are not in the graph. Each rank finds the
+same ones, because all ranks run the same program.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _PATH, Optimizable
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -30,6 +33,7 @@ from lightning_zero.checkpoint.engine_checkpoint import write_full_together, wri
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction.building import move_all_but_parameters
+from lightning_zero.core.hooks import PLAIN
 from lightning_zero.engine.engine import Engine
 from lightning_zero.fabric.objects import NamedObjects
 from lightning_zero.fabric.precision import autocast_dtype, checked_precision
@@ -49,6 +53,7 @@ from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["ZeroStrategy"]
 
+_CALLED = "lightning_zero: engines"  # in the metadata of nodes that made a module's output
 _SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
 
 
@@ -306,18 +311,20 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[arg-type]
 
     def _engines_of(self, loss: Tensor) -> list[Engine]:
-        """The engines whose parameters are in the graph. See [Note: Engines of a backward]."""
+        """The engines that the graph contains. See [Note: Engines of a backward]."""
         if len(self._engines) < 2:
             return self._engines
         engine_of: dict[Tensor, Engine] = {
             p: engine for engine in self._engines for p in engine.module.parameters()
         }
         found: set[Engine] = set()
-        for parameter in _leaves_of(loss):
+        for node in _nodes_of(loss):
+            parameter = getattr(node, "variable", None)
             if parameter in engine_of:
                 found.add(engine_of[parameter])
-                if len(found) == len(self._engines):
-                    break
+            found.update(_metadata_of(node).get(_CALLED, ()))
+            if len(found) == len(self._engines):
+                break
         return [engine for engine in self._engines if engine in found]
 
     def _engine_stepping(self, optimizer: Any) -> Engine:
@@ -486,12 +493,21 @@ class _ZeroModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         # A frozen module, such as a teacher, has no backward that would end its forward.
         with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
-            return self.module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    _metadata_of(leaf.grad_fn).setdefault(_CALLED, []).append(self.engine)
+        return output
 
     def _needs_graph(self, args: Any, kwargs: Any) -> bool:
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             return True
-        return any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves((args, kwargs)))
+        # Another object may contain tensors: a dataclass, a UserDict.
+        return any(
+            x.requires_grad if isinstance(x, Tensor) else not isinstance(x, PLAIN)
+            for x in tree_leaves((args, kwargs))
+        )
 
 
 def _is_part(value: object, engine: Engine) -> bool:
@@ -508,17 +524,20 @@ class _SyncControl(_BackwardSyncControl):
         return module.engine.no_sync()
 
 
-def _leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Yields the leaves of the graph of `loss`, each once."""
+def _metadata_of(node: Any) -> dict[str, list[Engine]]:
+    metadata: dict[str, list[Engine]] = node.metadata  # a dict; torch's stub declares a method
+    return metadata
+
+
+def _nodes_of(loss: Tensor) -> Iterator[Node]:
+    """Yields the nodes of the graph of `loss`, each once."""
     stack = [loss.grad_fn]
     seen = set(stack)
     while stack:
         node = stack.pop()
         if node is None:
             continue
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            yield leaf
+        yield node
         for following, _ in node.next_functions:
             if following not in seen:
                 seen.add(following)

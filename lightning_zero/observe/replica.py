@@ -131,7 +131,7 @@ class Replica:
         self._main: Optimizer = engine.optimizers[0]
         state = engine.comm.control.broadcast_object(engine.optimizer_state(self._main))
         if state.get("state"):
-            self._optimizer.load_state_dict(state)
+            self._optimizer.load_state_dict(copy.deepcopy(state))  # it would share step counters
         self._num_accumulated = trainer.accumulate_grad_batches
         self._loss: Tensor | None = None
         self._step = trainer.global_step

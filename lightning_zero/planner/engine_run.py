@@ -184,7 +184,8 @@ class EngineRuns:
         with nullcontext() if few is None else few.without_others(self._module):
             copies = copies_on_cpu(self._module, self._optimizers, self._full_optimizers)
         module, optimizers = copies
-        config = config.replace(overlap_step=False)
+        # Gradients are never computed: they may be NaN.
+        config = config.replace(overlap_step=False, on_nonfinite=None)
         kind = DeviceEngine if of.has_device_memory else CpuEngine
         engine = kind(module.train(), optimizers, config, device=_CPU)
         try:

@@ -127,6 +127,8 @@ def _misuse(rank, world_size):
         engine.register_forward_method(Layer(), "project")
     with pytest.raises(ValueError, match="runs as a forward already"):
         engine.register_forward_method(policy, "forward")
+    with pytest.raises(TypeError, match="training of Policy must be a method, got bool"):
+        engine.register_forward_method(policy, "training")
     with pytest.raises(AttributeError, match="generate"):
         engine.register_forward_method(policy, "generate")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import UserDict
 
 import numpy as np
 import pytest
@@ -162,6 +163,63 @@ def test_a_gan_with_two_setups_equals_ddp(name):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
         assert_same_state(one[1], other[1])
         assert_same_state(one[2], other[2])
+
+
+def _frozen_gan(rank, world_size, strategy):
+    """The discriminator is frozen in the step of the generator."""
+    fabric = launch(strategy, world_size)
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 8), Discriminator()
+    optimizer_d = torch.optim.SGD(discriminator.parameters(), lr=0.1)
+    optimizer_g = torch.optim.SGD(generator.parameters(), lr=0.1)
+    discriminator, optimizer_d = fabric.setup(discriminator, optimizer_d)
+    generator, optimizer_g = fabric.setup(generator, optimizer_g)
+    random = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        fake = generator(torch.randn(6, 4, generator=random))
+        discriminator.requires_grad_(False)
+        fabric.backward(-discriminator(fake).mean())
+        optimizer_g.step()
+        optimizer_g.zero_grad()
+        if strategy == "zero3":
+            schedule = fabric.strategy.engine_of(discriminator).schedule
+            assert schedule.training_state.name == "IDLE"
+            assert not any(unit.buckets and unit.is_unsharded for unit in schedule.units)
+        discriminator.requires_grad_(True)
+        fabric.backward(discriminator(fake.detach()).square().mean())
+        optimizer_d.step()
+        optimizer_d.zero_grad()
+    return arrays(generator.state_dict()), arrays(discriminator.state_dict())
+
+
+def test_a_discriminator_that_is_frozen_for_a_step_stays_sharded():
+    expected = run_ranks(2, _frozen_gan, "ddp", has_group=False)
+    for one, other in zip(
+        run_ranks(2, _frozen_gan, "zero3", has_group=False), expected, strict=True
+    ):
+        assert_same_state(one[0], other[0])
+        assert_same_state(one[1], other[1])
+
+
+class Scorer(nn.Linear):
+    """Takes its input in a UserDict, as a tokenizer returns it."""
+
+    def forward(self, inputs):
+        return super().forward(inputs["x"])
+
+
+def _hidden_input(rank, world_size):
+    fabric = launch("zero3", world_size)
+    scorer = fabric.setup_module(Scorer(4, 2).requires_grad_(False))
+    model = nn.Linear(3, 4)
+    model, _ = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = scorer(UserDict(x=model(torch.ones(2, 3)))).sum()
+    assert loss.requires_grad
+    fabric.backward(loss)
+
+
+def test_an_input_inside_another_object_has_a_gradient():
+    run_ranks(2, _hidden_input, has_group=False)
 
 
 def _distill(rank, world_size, strategy):
