@@ -117,7 +117,7 @@ def share_of_lr(step: int, *, num_steps: int, warmup: float) -> float:
     """
     peak, last = warmup * num_steps - 1, num_steps - 1
     if step <= peak:
-        return _between(1 / 25, 1, step / peak)
+        return _between(1 / 25, 1, step / peak if peak else 1)
     return _between(1, 4e-6, min(1, (step - peak) / ((last - peak) or 1)))
 
 
