@@ -562,7 +562,7 @@ class Bucket:
         views = self.masters.full_tensors() if device is not None else []
         unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
         self.writes.detach_all()
-        self.shards.keep_own_slice()
+        self.shards.drop()
         if self.num_holders(num_params=0):
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()

@@ -76,10 +76,9 @@ class Shards:
         self._unsharded_params = unsharded_params
         self.has_own_master = plan.has_own_master
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
-        self.param_shard: ShardStore
-        self.all_gather_input: ShardStore | None
-        self.master: ShardStore | None
-        self.keep_own_slice()
+        self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
+        self.all_gather_input: ShardStore | None = None
+        self.master: ShardStore | None = None
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
@@ -203,10 +202,10 @@ class Shards:
         """Sets `keeps_states_in_files`, once the optimizer is known. Local."""
         self.keeps_states_in_files = is_kept
 
-    def keep_own_slice(self) -> None:
-        """Drops all shards except `own_slice` of the unsharded buffer."""
+    def drop(self) -> None:
+        """Drops all shards: the parameters have tensors of their own again. Local."""
         self.all_gather_input = self.master = None
-        self.param_shard = MemoryShardStore(self.own_slice, Tier.DEVICE)
+        self.param_shard = MemoryShardStore(self._unsharded_params.tensor.new_empty(0), Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
@@ -257,9 +256,10 @@ class Shards:
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the unsharded
         parameters. Elements that are still the rounded master leave the master as it is.
         """
-        store, own = self._separate_master, self.own_slice
+        store = self._separate_master
         if store is None or (self._detector is not None and not self._detector.written()):
             return
+        own = self.own_slice  # not before: on CUDA, freed memory has no slices
         master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
