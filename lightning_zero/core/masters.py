@@ -133,7 +133,7 @@ class Masters:
         bucket = self._bucket
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)
-        joined = torch.zeros(self._shards.master_or_param.numel, dtype=dtype, device=bucket.device)
+        joined = torch.zeros(self._shards.layout.numel, dtype=dtype, device=bucket.device)
         for target, part in zip(self._shards.layout.split(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
