@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "DeviceBackend",
     "GlooBackend",
     "Source",
+    "Unfilled",
     "backend_for",
     "queue_warnings",
 ]
@@ -36,6 +37,25 @@ _reduce_scatter_single: Callable[..., Any] = getattr(
 )
 
 Source = Tensor | Callable[[Tensor], object]  # 1-D, or a function that fills a 1-D tensor
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A flat tensor that a backend allocates and fills where it is sent, on the stream of that.
+
+    Attributes:
+        numel: Number of elements.
+        dtype: Dtype in which gloo sends them. Others send the dtype of the sum.
+        fill: Writes all elements of a 1-D tensor, in any floating dtype.
+        reads: Tensors that `fill` reads. They are kept until the collective is done.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    fill: Callable[[Tensor], object]
+    reads: tuple[Tensor, ...] = ()
+
+
 SplitSizes = Sequence[int] | None  # elements of each rank's shard; None: all equal
 
 
@@ -52,7 +72,7 @@ class Backend:
         raise _closed_error()
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
     ) -> Pending:
         """Writes this rank's shard of the mean to `out`; the content of `buffer` is lost."""
         raise _closed_error()
@@ -63,6 +83,10 @@ class Backend:
 
     def wait_for_uploads(self) -> None:
         """Waits until the copies that `fill` has issued are done."""
+
+    def before_reduction(self) -> AbstractContextManager[Any]:
+        """Context in which work precedes the next reduction, beside the compute stream."""
+        return nullcontext()
 
 
 def _closed_error() -> RuntimeError:
@@ -157,18 +181,23 @@ class GlooBackend(Backend):
         return _AsyncCollective(works, (buffer,))
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
     ) -> Pending:
         if self._size == 1:
-            return _AsyncCollective([], (buffer, out), lambda: _mean_in_rank_order([buffer], out))
-        if buffer.device.type != "cpu":
+            if isinstance(buffer, Unfilled):
+                buffer.fill(out)
+            else:
+                _mean_in_rank_order([buffer], out)
+            return _AsyncCollective([])
+        flat = self._filled(buffer, out.device) if isinstance(buffer, Unfilled) else buffer
+        if flat.device.type != "cpu":
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._via_cpu(
-                buffer,
+                flat,
                 lambda cpu: self.reduce_scatter(cpu, total, split_sizes),
                 lambda _: out.copy_(total),
             )
-        shards = _shards(buffer, self._size, split_sizes)
+        shards = _shards(flat, self._size, split_sizes)
         own = shards[self._rank]
         received = [
             own if peer == self._rank else self.scratch.acquire(own.numel(), own.dtype)
@@ -182,8 +211,18 @@ class GlooBackend(Backend):
             for peer, shard in enumerate(received):
                 if peer != self._rank:
                     self.scratch.release(shard)
+            if flat is not buffer:
+                self.scratch.release(flat)
 
-        return _AsyncCollective(works, (buffer, out), finish)
+        return _AsyncCollective(works, (flat, out), finish)
+
+    def _filled(self, unfilled: Unfilled, device: torch.device) -> Tensor:
+        if device.type == "cpu":
+            flat = self.scratch.acquire(unfilled.numel, unfilled.dtype)
+        else:
+            flat = torch.empty(unfilled.numel, dtype=unfilled.dtype, device=device)
+        unfilled.fill(flat)
+        return flat
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         if self._size == 1:
@@ -322,21 +361,30 @@ class DeviceBackend(Backend):
             return self._make_pending(self._gather_stream, began, buffer)
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, split_sizes: SplitSizes = None
+        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
     ) -> Pending:
         with self._side_stream(self._reduce_stream):
             began = self._recorder.mark()
-            if self._group is None:
-                out.copy_(buffer)
-                return self._make_pending(self._reduce_stream, began, buffer, out)
-            source = buffer.to(out.dtype)
-            if split_sizes is None:
-                _reduce_scatter_single(out, source, op=self._op(out), group=self._group)
+            if isinstance(buffer, Unfilled):
+                reads, flat = buffer.reads, out
+                if self._group is not None:
+                    flat = torch.empty(buffer.numel, dtype=out.dtype, device=out.device)
+                buffer.fill(flat)
             else:
-                shards = _shards(source, self._size, split_sizes)
+                reads, flat = (buffer,), buffer.to(out.dtype)
+            if self._group is None:
+                if flat is not out:
+                    out.copy_(flat)
+            elif split_sizes is None:
+                _reduce_scatter_single(out, flat, op=self._op(out), group=self._group)
+            else:
+                shards = _shards(flat, self._size, split_sizes)
                 dist.reduce_scatter(out, shards, op=self._op(out), group=self._group)
             self._finish_mean(out)
-            return self._make_pending(self._reduce_stream, began, buffer, out)
+            return self._make_pending(self._reduce_stream, began, out, *reads)
+
+    def before_reduction(self) -> AbstractContextManager[Any]:
+        return self._side_stream(self._reduce_stream)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         with self._side_stream(self._reduce_stream):

@@ -31,6 +31,7 @@ from lightning_zero.comm.backends import (
     GlooBackend,
     Source,
     SplitSizes,
+    Unfilled,
     backend_for,
 )
 from lightning_zero.comm.control import Channel, GlooControlPlane
@@ -41,7 +42,6 @@ from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.buffer import ScratchPool
 
 __all__ = ["Communicator", "Pending", "allow_connections"]
 
@@ -104,7 +104,6 @@ class Communicator:
         self.device = device
         self.can_regroup = watchdog is not None
         self.recorder = Recorder(device, self.rank, self.size)
-        self.scratch = ScratchPool(device)
         self._separates_gathers = separates_gathers
         self._before_collective = before_collective
         self._timeout = timeout
@@ -138,7 +137,6 @@ class Communicator:
 
     def free_scratch(self) -> None:
         """Frees the memory that is kept for the next reduction."""
-        self.scratch.clear()
         if isinstance(self._backend, GlooBackend):
             self._backend.scratch.clear()
 
@@ -227,21 +225,33 @@ class Communicator:
         return buffer
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, name: str = "", split_sizes: SplitSizes = None
+        self,
+        buffer: Tensor | Unfilled,
+        out: Tensor,
+        name: str = "",
+        split_sizes: SplitSizes = None,
     ) -> Pending:
         """Averages `buffer` over the shard group; writes this rank's shard of the mean to `out`.
 
         Args:
-            buffer: 1-D, all shards. Its content is lost.
+            buffer: 1-D, all shards. Its content is lost. `Unfilled`: made where it is sent.
             out: 1-D, one shard, in the dtype of the sum. It may be this rank's shard of `buffer`.
             name: As in `all_gather`.
             split_sizes: As in `all_gather`.
         """
         # Peer to peer sends the buffer's dtype; the backends' own collectives send the sum's.
         dtype = buffer.dtype if isinstance(self._backend, GlooBackend) else out.dtype
-        sent = _bytes_sent(buffer.numel() * dtype.itemsize, self.mesh.num_shards)
+        numel = buffer.numel if isinstance(buffer, Unfilled) else buffer.numel()
+        sent = _bytes_sent(numel * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
         return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, buffer, out, split_sizes)
+
+    def before_reduction(self) -> AbstractContextManager[Any]:
+        """Context in which work precedes the next reduction, beside the compute stream. Local.
+
+        What it reads must live until that reduction is done.
+        """
+        return self._backend.before_reduction()
 
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks of this rank's replica group."""

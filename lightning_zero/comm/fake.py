@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning_zero.comm.backends import Backend, DeviceBackend, GlooBackend
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.health.world import has_world
-from lightning_zero.tensors.buffer import ScratchPool
 
 __all__ = ["FakeCommunicator", "FakeDeviceCommunicator", "fake_world", "skip_collective"]
 
@@ -46,14 +45,7 @@ class FakeCommunicator(Communicator):
 
 
 class FakeDeviceCommunicator(Communicator):
-    """Issues the collectives of a device on a fake process group; tensors are on the CPU.
-
-    As on a device, no scratch memory is kept.
-    """
-
-    def __init__(self, device: torch.device, **settings: Any) -> None:
-        super().__init__(device, **settings)
-        self.scratch = ScratchPool(device, max_kept=0)
+    """Issues the collectives of a device on a fake process group; tensors are on the CPU."""
 
     def _make_backend(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
         return DeviceBackend(gather_group, group, rank, size, self.device, self.recorder)

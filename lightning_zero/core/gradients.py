@@ -27,12 +27,13 @@ read from its file when it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm.backends import Unfilled
 from lightning_zero.comm.communicator import Pending
 from lightning_zero.core.param_grads import GradShard, ParamGrads
 from lightning_zero.core.shards import Shards
@@ -40,7 +41,6 @@ from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.guarded import data_of
 from lightning_zero.tensors.lazy import read_flat
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -158,25 +158,25 @@ class Gradients:
         grad = parameter.grad
         if grad is None:
             return False  # frozen since its forward, so autograd skips it
-        is_open = self.unsharded_grads is not None and self._is_sharded and self._reduction is None
-        buffer = self.unsharded_grads if is_open else self._open_buffer()
-        assert buffer is not None
-        view = buffer.views[index]
-        if grad is not view:
-            dense = grad.to_dense() if grad.is_sparse else grad
-            if self.is_local[index]:
-                view.add_(dense)
-            else:
-                view.copy_(dense)
-            # A parameter that was resharded in the meantime cannot have an n-D gradient.
-            data = data_of(parameter)
-            fits = data.shape == view.shape and data.device == view.device
-            parameter.grad = view if fits else None
+        if not self._is_sharded:
+            self._take(index, grad)
         self.is_local[index] = self.is_touched[index] = True
         if index not in self._expected:
             return False
         self._expected.discard(index)
         return not self._expected
+
+    def _take(self, index: int, grad: Tensor) -> None:
+        """Moves `grad` into the unsharded buffer, whose view becomes `.grad`."""
+        view = self._open_buffer().views[index]
+        if grad is view:
+            return
+        dense = grad.to_dense() if grad.is_sparse else grad
+        if self.is_local[index]:
+            view.add_(dense)
+        else:
+            view.copy_(dense)
+        self._parameters[index].grad = view
 
     @property
     def has_all(self) -> bool:
@@ -186,27 +186,57 @@ class Gradients:
 
     # ---------------------------------------------------------------- reduction
 
-    def reduce(self) -> None:
-        """Issues the reduction of local gradients; other slots count as zero. Collective."""
-        buffer = self._open_buffer()
-        for index, is_local in enumerate(self.is_local):
-            if not is_local:
-                buffer.views[index].zero_()
-            # A gradient that arrives later goes to a new buffer.
-            self._parameters[index].grad = None
-            self.is_local[index] = False
-        name, flat = self._plan.name, buffer.tensor
-        if self._replicates_mean:
-            self._reduction = flat, self._comm.all_reduce(flat, name)
-            return
-        if self._is_in_place:
+    def local_grads(self) -> dict[int, Tensor]:
+        """Gradients of this rank that are not reduced yet, by slot: n-D."""
+        if not any(self.is_local):
+            return {}
+        if self._is_sharded:
+            grads: Sequence[Tensor | None] = self.param_grads.read()
+        else:
+            grads = self._open_buffer().views
+        local = [(i, grad) for i, grad in enumerate(grads) if grad is not None and self.is_local[i]]
+        return {index: grad.to_dense() if grad.is_sparse else grad for index, grad in local}
+
+    def reduce(self, local: Mapping[int, Tensor]) -> None:
+        """Issues the reduction of `local_grads()`; other slots count as zero. Collective."""
+        self.wait_for_reduction()
+        buffer = None if self._is_sharded else self._open_buffer()
+        # A gradient that arrives later is reduced once more.
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None
+        self.is_local = [False] * len(self._parameters)
+        name, split_sizes = self._plan.name, self._plan.layout.split_sizes
+        if buffer is not None:
+            for index, view in enumerate(buffer.views):
+                if index not in local:
+                    view.zero_()
+            if self._replicates_mean:
+                flat = buffer.tensor
+                self._reduction = flat, self._comm.all_reduce(flat, name)
+                return
+        if buffer is not None and self._is_in_place:
             out = buffer.shard(self._rank)
         elif self.main_grad is None or self._holds_mean or self._offloaded is not None:
-            out = torch.empty(self._own.numel, dtype=self.dtype, device=flat.device)
+            out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
         else:
             out = self.main_grad
-        split_sizes = self._plan.layout.split_sizes
-        self._reduction = out, self._comm.reduce_scatter(flat, out, name, split_sizes=split_sizes)
+        source = self._unfilled(local) if buffer is None else buffer.tensor
+        self._reduction = out, self._comm.reduce_scatter(source, out, name, split_sizes=split_sizes)
+
+    def _unfilled(self, local: Mapping[int, Tensor]) -> Unfilled:
+        """The unsharded gradients: `local`, and zeros in the other slots."""
+        layout = self._plan.layout
+
+        def fill(flat: Tensor) -> None:
+            views = FlatBuffer(layout, flat.dtype, flat.device, memory=flat).views
+            for index, view in enumerate(views):
+                if index not in local:
+                    view.zero_()
+            if local:
+                torch._foreach_copy_([views[index] for index in local], list(local.values()))
+
+        return Unfilled(layout.numel, self._plan.dtype, fill, tuple(local.values()))
 
     def reduce_zeros(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this rank. Collective; waits.
@@ -214,11 +244,9 @@ class Gradients:
         The result is added when this rank begins or ends its backward; until then the user sees and
         zeroes the previous mean. The other ranks may then average over replicas.
         """
-        layout, name, scratch = self._plan.layout, self._plan.name, self._comm.scratch
-        buffer = scratch.acquire(layout.numel, self._plan.dtype).zero_()
-        out = torch.empty(self._own.numel, dtype=self.dtype, device=buffer.device)
-        self._comm.reduce_scatter(buffer, out, name, split_sizes=layout.split_sizes).wait()
-        scratch.release(buffer)
+        name, split_sizes = self._plan.name, self._plan.layout.split_sizes
+        out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
+        self._comm.reduce_scatter(self._unfilled({}), out, name, split_sizes=split_sizes).wait()
         average = None
         if averages and self._offloaded is None and self._has_replicas:
             if self.is_partial and self.main_grad is not None:
@@ -229,7 +257,7 @@ class Gradients:
         self._zeros_reduction = (out, average)
 
     def wait_for_reduction(self) -> None:
-        """Waits for the reduction, adds it to the mean, and frees the unsharded buffer."""
+        """Waits for the reduction, and adds it to the mean."""
         if self._reduction is None:
             return
         out, pending = self._reduction
@@ -237,7 +265,6 @@ class Gradients:
         self._finish_average()  # a second reduction is added to the averaged mean
         self._reduction = None
         self._add(out)
-        self._close_buffer()
 
     def _add(self, out: Tensor) -> None:
         """Adds a reduced gradient to the mean."""
@@ -422,7 +449,6 @@ class Gradients:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None
             self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
-        self._close_buffer()
 
     @property
     def store(self) -> ShardStore | None:
@@ -461,9 +487,7 @@ class Gradients:
         self.wait_for_reduction()
         if self.unsharded_grads is None:
             dtype = self.dtype if self._replicates_mean else self._plan.dtype
-            layout, device = self._plan.layout, self._comm.device
-            memory = self._comm.scratch.acquire(layout.numel, dtype) if self._is_sharded else None
-            self.unsharded_grads = FlatBuffer(layout, dtype, device, memory=memory)
+            self.unsharded_grads = FlatBuffer(self._plan.layout, dtype, self._comm.device)
         if self._is_in_place and self._holds_mean:
             assert self.main_grad is not None
             self._carried_mean = self.main_grad
@@ -473,12 +497,6 @@ class Gradients:
                 self._carried_mean = self.main_grad.clone()
             self._holds_mean = False
         return self.unsharded_grads
-
-    def _close_buffer(self) -> None:
-        """Returns the memory of local gradients to the pool, if gradients are sharded."""
-        if self._is_sharded and self.unsharded_grads is not None:
-            self._comm.scratch.release(self.unsharded_grads.tensor)
-            self.unsharded_grads = None
 
     def _upcast(self) -> None:
         """Casts an unsharded buffer that outlives a backward to the dtype of the mean."""
@@ -542,7 +560,8 @@ class Gradients:
 
     def _keep_local(self, index: int, grad: Tensor) -> None:
         """Copies a tensor that the user has set as `.grad` over the accumulated gradient."""
-        assert self.unsharded_grads is not None
+        if self.unsharded_grads is None:
+            return  # sharded: it is reduced as it is
         view = self.unsharded_grads.views[index]
         if grad is not view:
             view.copy_(grad)

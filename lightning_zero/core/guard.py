@@ -29,14 +29,14 @@ from __future__ import annotations
 
 import cmath
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.record import streams
@@ -140,6 +140,7 @@ class _Copy(NamedTuple):
     looks: list[_Look]
     maxima: Tensor  # on the CPU, pinned; one element for each look
     copied: Event
+    sources: list[Tensor]  # what is copied; kept until then, because a side stream reads it
 
 
 class NonfiniteGuard:
@@ -154,14 +155,14 @@ class NonfiniteGuard:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], control: GlooControlPlane, config: ZeroConfig
+        self, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig
     ) -> None:
         self.policy = config.on_nonfinite
         self.last_report: NonfiniteReport | None = None
         self.num_skipped = 0
         self.skips_step = False
         self._buckets = list(buckets)
-        self._control = control
+        self._comm, self._control = comm, comm.control
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
         self.step, self._micro_batch = 0, -1
@@ -170,7 +171,7 @@ class NonfiniteGuard:
         self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
-        self._maxima: list[Tensor] = []  # of these: 0-dim
+        self._maxima: list[Tensor] = []  # of these: 1-D, one tensor for each bucket
         self._copies: list[_Copy] = []
         self._found: list[NonfiniteGradient] = []  # not reported yet
         self._named: set[tuple[int, str]] = set()  # by step: parameters found
@@ -216,50 +217,45 @@ class NonfiniteGuard:
 
     # ---------------------------------------------------------------- a look
 
-    def look(self, bucket: Bucket) -> None:
-        """Looks at the local gradients of `bucket`, which are not reduced yet. Local."""
-        buffer, is_local = bucket.grads.unsharded_grads, bucket.grads.is_local
-        if self.policy is None or buffer is None:
+    def look(self, bucket: Bucket, local: Mapping[int, Tensor]) -> None:
+        """Looks at `Gradients.local_grads` of `bucket`, which are not reduced yet. Local."""
+        if self.policy is None:
             return
-        views = [view.detach() for view in buffer.views]
-        slots = [i for i, view in enumerate(views) if is_local[i] and view.numel()]
-        if not slots:
+        grads = {slot: grad.detach() for slot, grad in local.items() if grad.numel()}
+        if grads and bucket.device.type != "cpu":
+            self._look_later(bucket, grads)
             return
-        views = [views[index] for index in slots]
-        if buffer.tensor.device.type != "cpu":
-            self._look_later(bucket, slots, views)
-            return
-        parts = [buffer.tensor] if all(is_local) else views  # padding is zero
-        if all(_is_finite(part) for part in parts):
-            return
-        for index, view in zip(slots, views, strict=True):
-            num_nan, num_inf = int(view.isnan().sum()), int(view.isinf().sum())
-            if num_nan or num_inf:
-                look = _Look(self.step, self._micro_batch, bucket, index)
-                self._add(look, num_nan, num_inf)
+        for slot, grad in grads.items():
+            if not _is_finite(grad):
+                num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
+                if num_nan or num_inf:
+                    look = _Look(self.step, self._micro_batch, bucket, slot)
+                    self._add(look, num_nan, num_inf)
 
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
         for bucket in self._buckets if self.policy is not None else ():
             if any(bucket.grads.is_local):
-                self.look(bucket)
+                self.look(bucket, bucket.grads.local_grads())
 
-    def _look_later(self, bucket: Bucket, slots: list[int], views: list[Tensor]) -> None:
+    def _look_later(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
         """Begins a look on a device, without waiting for it."""
         step, micro_batch = self.step, self._micro_batch
-        self._looks += [_Look(step, micro_batch, bucket, slot) for slot in slots]
-        self._maxima += torch._foreach_norm(views, torch.inf)
+        self._looks += [_Look(step, micro_batch, bucket, slot) for slot in grads]
+        maxima = torch._foreach_norm(list(grads.values()), torch.inf)
+        self._maxima.append(torch.stack(maxima).double())
 
     def _copy_maxima(self) -> None:
         """Begins to copy the results of looks on a device to the CPU."""
         if not self._maxima:
             return
-        maxima = torch.stack([maximum.double() for maximum in self._maxima])
-        on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
-        on_cpu.copy_(maxima, non_blocking=True)
-        copied = streams.make_event()
-        copied.record()
-        self._copies.append(_Copy(self._looks, on_cpu, copied))
+        with self._comm.before_reduction():  # after the looks
+            maxima = torch.cat(self._maxima)
+            on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
+            on_cpu.copy_(maxima, non_blocking=True)
+            copied = streams.make_event()
+            copied.record()
+        self._copies.append(_Copy(self._looks, on_cpu, copied, self._maxima))
         self._looks, self._maxima = [], []
 
     def _receive(self, *, waits: bool) -> None:

@@ -47,7 +47,7 @@ class Reducer:
         self._comm = comm
         self._config = config
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
-        self.guard = NonfiniteGuard(buckets, comm.control, config)
+        self.guard = NonfiniteGuard(buckets, comm, config)
         self._has_nonfinite = False  # on any rank, in this backward
         self._is_in_backward = False  # on this rank
         self._trainable: Trainable = ()  # in this backward
@@ -172,8 +172,10 @@ class Reducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         self.finish()
-        self.guard.look(bucket)
-        bucket.grads.reduce()
+        local = bucket.grads.local_grads()
+        with self._comm.before_reduction():
+            self.guard.look(bucket, local)
+        bucket.grads.reduce(local)
         self._reduced.add(bucket)
         self.in_flight = bucket
         if not self._config.overlap_comm:

@@ -450,7 +450,7 @@ class Engine:
         if State.PARAM in states:
             for bucket in self.buckets:
                 bucket.leave_device()
-        self.comm.scratch.clear()
+        self.comm.free_scratch()
         if on_cuda:
             torch.cuda.empty_cache()  # for another process on this device
 
