@@ -147,7 +147,8 @@ def _allocated(case: Case) -> int:
     if case.device == "cpu":
         return live_storage_bytes()
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated()
+    # Not the blocks of the allocator, each of which may be 1 MiB larger than what was asked for.
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
 def _train(case: Case, engine: Engine, optimizer: torch.optim.Optimizer, step) -> int:
@@ -164,7 +165,7 @@ def _train(case: Case, engine: Engine, optimizer: torch.optim.Optimizer, step) -
         engine.step()
         del loss
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"]
 
 
 def _main() -> None:

@@ -68,8 +68,8 @@ class Case:
 
     Attributes:
         piece: One of `PIECES`.
-        system: "zeroS", "fsdp2", "torchao" or "deepspeed", and behind a dash "compiled", or the
-            tier of the optimizer and "overlap".
+        system: "zeroS", "fsdp2", "torchao" or "deepspeed", and behind a dash "compiled",
+            "unguarded", or the tier of the optimizer and "overlap".
         model: One of `MODELS`.
         num_ranks: World size; this process is rank 0. 1: without a process group.
         num_layers: Instead of the model's own; 0: those.
@@ -112,9 +112,8 @@ def cases(piece: str, *, is_dry: bool) -> Iterator[Case]:
                 for stage in (3, 2, 1):
                     yield of(f"zero{stage}", model=model, num_ranks=num_ranks, tokens=8)
     elif piece == "overhead":
-        for way in ("", "-compiled"):
-            for system in ("zero3", "fsdp2"):
-                yield of(system + way, model="llama3_8b", num_ranks=8)
+        for system in ("zero3", "fsdp2", "zero3-unguarded", "zero3-compiled", "fsdp2-compiled"):
+            yield of(system, model="llama3_8b", num_ranks=8)
         yield of("zero2", model="1.1b", num_ranks=8)
     elif piece == "offload":
         tiers = ("none", "cpu", "cpu-overlap", "nvme", "nvme-overlap")
@@ -207,6 +206,8 @@ def _loss(module: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
 def _zero(case: Case) -> Callable[[Tensor], object]:
     name, *ways = case.system.split("-")
     settings: dict[str, Any] = {"overlap_step": "overlap" in ways}
+    if "unguarded" in ways:
+        settings["on_nonfinite"] = None
     if "cpu" in ways:
         settings["offload_optimizer"] = "cpu"
     if "nvme" in ways:

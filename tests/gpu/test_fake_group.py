@@ -25,5 +25,5 @@ def _compare(rank, world_size, case):
 def test_states_and_peak_are_those_of_the_plan(case):
     (found,) = run_ranks(1, _compare, case, has_group=False, timeout_s=280)
     assert found.states == found.reported
-    assert found.allocated == pytest.approx(found.states, rel=0.01)  # rounded to 512 bytes
+    assert found.allocated == pytest.approx(found.states, rel=0.01)
     assert found.measured_peak == pytest.approx(found.peak, rel=0.1)

@@ -30,6 +30,7 @@ def _record(rank, world_size, backend, stage, offload):
         engine.recorder.begin(number)
         began = time.perf_counter()
         list(train(engine, model, rank, 1))
+        torch.cuda.synchronize()  # else the last collective may end between two windows
         recording = engine.recorder.end()
         found.append((recording, time.perf_counter() - began))
     padded = sum(bucket.layout.numel for bucket in engine.plan.buckets)
@@ -55,7 +56,9 @@ def test_spans_of_streams_and_of_the_host_share_one_clock(backend, stage, offloa
         assert recording.nbytes(Kind.REDUCE_SCATTER) == reduced
         for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER):
             assert any(span.kind is kind and not span.is_wait for span in recording.spans)
-            assert recording.exposed_s(kind) <= recording.in_flight_s(kind) + SLACK_S
+            num_waits = sum(span.kind is kind and span.is_wait for span in recording.spans)
+            slack_s = (1 + num_waits) * SLACK_S
+            assert recording.exposed_s(kind) <= recording.in_flight_s(kind) + slack_s
         assert (recording.nbytes(Kind.TO_CPU) > 0) == (offload == "cpu")
         assert all(span.start_s > -10 * seconds - 1 for span in recording.spans)
 
