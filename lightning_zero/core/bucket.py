@@ -16,8 +16,8 @@ slot if the layout has tensor owners.
   it. It is float32 if parameters are narrower, else the parameter shard itself.
 - Sharded parameter view (`Shards.sharded_views`): what `.data` points at while the parameter is
   sharded: its slice of the master, 1-D; empty if the master is in a file.
-- Unsharded gradients (`Gradients.unsharded_grads`): flat buffer of this rank's gradients with an
-  n-D view for each slot; the input of the reduce-scatter or all-reduce.
+- Unsharded gradients: flat buffer of this rank's gradients with an n-D view for each slot; the
+  input of the reduce-scatter or all-reduce. `Gradients.unsharded_grads`, or made there.
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype; in files on NVMe (`Shards.state_stores`),

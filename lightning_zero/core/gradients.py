@@ -8,16 +8,15 @@ micro-batch. Sum and mean commute, and averaging an already averaged gradient is
 links between groups carry one shard per step, not one per micro-batch, and until then `.grad` is
 the mean of this shard group only.
 
-[Note: Gradients are views, the first one is copied] `parameter.grad` is None before the first
-backward of a step. Autograd then hands over its own tensor, which is copied into the unsharded
-buffer (one read, one write), and `.grad` is set to the view of the buffer. Later micro-batches
-accumulate in place into that view. Setting `.grad` to the view in advance would turn the first
-gradient into an addition to zeros: twice the memory traffic for the same result.
-
-[Note: Dtypes of gradients] The unsharded buffer has the parameter dtype while each backward is
-reduced on its own; the sum over ranks is computed and kept in `reduce_dtype`. If unsharded
-gradients outlive a backward (micro-batches under `no_sync`, or a stage that replicates the mean),
-the buffer has `reduce_dtype`, too, so that nothing is accumulated in 16 bits.
+[Note: Local gradients] `parameter.grad` is None before the first backward of a step, and autograd
+hands over a tensor of its own. If gradients are sharded, every backward is reduced, and `.grad`
+keeps this tensor until then. The reduction writes all of a bucket into a flat buffer where that is
+sent: on a device one fused copy on the stream of reductions, in the dtype of the sum, as in FSDP2.
+Otherwise gradients outlive the backward. The first one is copied into the unsharded buffer, and
+`.grad` is set to the view, into which later micro-batches accumulate. (Setting `.grad` in advance
+would make the first gradient an addition to zeros: twice the memory traffic.) This buffer has the
+parameter dtype if it is reduced before the next backward, else `reduce_dtype`, so that nothing is
+accumulated in 16 bits.
 
 [Note: Offloaded gradients] If the optimizer does not step on the device, the mean is copied to an
 `OffloadedGrad` right after its reduction, while backward continues; `publish`, at the end of
@@ -33,9 +32,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.backends import Unfilled
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.param_grads import GradShard, ParamGrads
+from lightning_zero.core.param_grads import GradShard, ParamGrads, unfilled
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
@@ -55,9 +53,8 @@ class Gradients:
 
     Attributes:
         dtype: Dtype of the mean.
-        unsharded_grads: Flat buffer of local gradients that are not reduced yet; None until the
-            first backward. If gradients are sharded, it exists from the first gradient of a
-            backward to the end of the reduction.
+        unsharded_grads: Flat buffer of local gradients; None if gradients are sharded, and until
+            the first backward. See [Note: Local gradients].
         main_grad: Mean over ranks: 1-D, own elements (all if optimizer states are replicated),
             reduce dtype. It exists from the first reduction until `free_zeroed` finds `.grad` of
             every parameter to be None. A view of `unsharded_grads` if gradients are not sharded and
@@ -66,7 +63,7 @@ class Gradients:
             means]. The same on every rank, unless the user has zeroed gradients on some.
         slices: Elements of `main_grad` of each slot, 1-D; n-D views if optimizer states are
             replicated.
-        is_local: Whether `unsharded_grads` holds a gradient of the parameter, by slot.
+        is_local: Whether this rank has a gradient of the parameter that is not reduced, by slot.
         is_reduced: Whether `main_grad` holds the mean gradient of the parameter, by slot.
         is_touched: Whether this rank has contributed a gradient since the last reduction, by slot.
         param_grads: `.grad` of the parameters, as torch has it.
@@ -172,10 +169,7 @@ class Gradients:
         if grad is view:
             return
         dense = grad.to_dense() if grad.is_sparse else grad
-        if self.is_local[index]:
-            view.add_(dense)
-        else:
-            view.copy_(dense)
+        view.add_(dense) if self.is_local[index] else view.copy_(dense)
         self._parameters[index].grad = view
 
     @property
@@ -221,22 +215,8 @@ class Gradients:
             out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
         else:
             out = self.main_grad
-        source = self._unfilled(local) if buffer is None else buffer.tensor
+        source = unfilled(self._plan, local) if buffer is None else buffer.tensor
         self._reduction = out, self._comm.reduce_scatter(source, out, name, split_sizes=split_sizes)
-
-    def _unfilled(self, local: Mapping[int, Tensor]) -> Unfilled:
-        """The unsharded gradients: `local`, and zeros in the other slots."""
-        layout = self._plan.layout
-
-        def fill(flat: Tensor) -> None:
-            views = FlatBuffer(layout, flat.dtype, flat.device, memory=flat).views
-            for index, view in enumerate(views):
-                if index not in local:
-                    view.zero_()
-            if local:
-                torch._foreach_copy_([views[index] for index in local], list(local.values()))
-
-        return Unfilled(layout.numel, self._plan.dtype, fill, tuple(local.values()))
 
     def reduce_zeros(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this rank. Collective; waits.
@@ -246,7 +226,8 @@ class Gradients:
         """
         name, split_sizes = self._plan.name, self._plan.layout.split_sizes
         out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
-        self._comm.reduce_scatter(self._unfilled({}), out, name, split_sizes=split_sizes).wait()
+        zeros = unfilled(self._plan, {})
+        self._comm.reduce_scatter(zeros, out, name, split_sizes=split_sizes).wait()
         average = None
         if averages and self._offloaded is None and self._has_replicas:
             if self.is_partial and self.main_grad is not None:
@@ -350,18 +331,16 @@ class Gradients:
 
         Bypasses the guards: parameters that are in flight or being stepped are not waited for.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, is_reduced in enumerate(self.is_reduced):
-                if is_reduced and not self.is_local[index]:
-                    self._set_param_grad(index)
+        pairs = enumerate(zip(self.is_reduced, self.is_local, strict=True))
+        self._set_param_grads([i for i, (is_reduced, is_local) in pairs if is_reduced > is_local])
 
-    def _set_param_grad(self, index: int) -> None:
-        # The mean must have no autograd history of earlier steps.
-        view = self._views[index]
-        is_sharded = isinstance(view, ShardedTensor)
-        if not is_sharded and (view.requires_grad or not self._is_own_view(index, view)):
-            view = self._views[index] = self.slices[index].detach()  # or its data was replaced
-        self.param_grads.set(index, view)
+    def _set_param_grads(self, slots: Sequence[int]) -> None:
+        if self._replicates_mean:
+            for index in slots:  # the mean must have no autograd history of earlier steps
+                view = self._views[index]
+                if view.requires_grad or not is_same_memory(view, self.slices[index]):
+                    self._views[index] = self.slices[index].detach()
+        self.param_grads.set(slots, [self._views[index] for index in slots])
 
     def free_zeroed(self) -> None:
         """Frees the mean if `.grad` of every parameter is None. Local; not during a step."""
@@ -398,8 +377,7 @@ class Gradients:
             )
         if not self._is_own_view(index, grad):
             self._copy_user_grad(index, grad)
-            with torch._C.DisableTorchFunctionSubclass():
-                self._set_param_grad(index)  # clipping `.grad` must change the mean
+            self._set_param_grads([index])  # clipping `.grad` must change the mean
         return self.slices[index]
 
     def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:

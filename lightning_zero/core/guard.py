@@ -154,9 +154,7 @@ class NonfiniteGuard:
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self.policy = config.on_nonfinite
         self.last_report: NonfiniteReport | None = None
         self.num_skipped = 0

@@ -1,20 +1,37 @@
-"""`.grad` of the parameters of one bucket, and this rank's elements of one mean gradient."""
+"""Gradients of one bucket as `.grad` of its parameters, as a flat tensor, and as shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm.backends import Unfilled
 from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.layout.flat import Slot
-from lightning_zero.tensors.guarded import data_of
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.tensors.buffer import FlatBuffer
+from lightning_zero.tensors.guarded import raw_data
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["GradShard", "ParamGrads"]
+__all__ = ["GradShard", "ParamGrads", "unfilled"]
+
+
+def unfilled(plan: BucketPlan, local: Mapping[int, Tensor]) -> Unfilled:
+    """The flat gradients of a bucket, for a reduction: `local`, by slot, and zeros elsewhere."""
+
+    def fill(flat: Tensor) -> None:
+        views = FlatBuffer(plan.layout, flat.dtype, flat.device, memory=flat).views
+        for index, view in enumerate(views):
+            if index not in local:
+                view.zero_()
+        if local:
+            torch._foreach_copy_([views[index] for index in local], list(local.values()))
+
+    return Unfilled(plan.layout.numel, plan.dtype, fill, tuple(local.values()))
 
 
 class ParamGrads:
@@ -32,34 +49,35 @@ class ParamGrads:
 
     def restore(self, grads: Sequence[Tensor | None]) -> None:
         """Sets `.grad` to `grads`, an earlier result of `read`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for index, grad in enumerate(grads):
-                if grad is not None:
-                    self.set(index, grad)
+        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
+        self.set(given, given.values())
 
-    def set(self, index: int, grad: Tensor) -> None:
-        """Sets `.grad`, wherever `.data` points; inside `DisableTorchFunctionSubclass`.
+    def set(self, slots: Iterable[int], grads: Iterable[Tensor]) -> None:
+        """Sets `.grad` of `slots`, wherever `.data` points.
 
         torch compares sizes and devices with `.data`, so `.data` points at a placeholder of the
         full shape during the assignment.
         """
-        parameter = self._parameters[index]
-        data = data_of(parameter)
-        if data.shape == grad.shape and data.device == grad.device:
-            parameter.grad = grad
-            return
-        placeholder = self._placeholders.get(index)
-        if (
-            placeholder is None
-            or placeholder.dtype != data.dtype
-            or placeholder.device != grad.device
-        ):
-            one = torch.empty((), dtype=data.dtype, device=grad.device)
-            placeholder = self._placeholders[index] = one.expand(self._slots[index].shape)
-            placeholder.untyped_storage().resize_(0)
-        parameter.data = placeholder
-        parameter.grad = grad
-        parameter.data = data
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, grad in zip(slots, grads, strict=True):
+                parameter = self._parameters[index]
+                data = raw_data(parameter)
+                if data.shape == grad.shape and data.device == grad.device:
+                    parameter.grad = grad
+                    continue
+                parameter.data = self._placeholder(index, data.dtype, grad.device)
+                parameter.grad = grad
+                parameter.data = data
+
+    def _placeholder(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of the full shape of slot `index`, without memory."""
+        known = self._placeholders.get(index)
+        if known is not None and known.dtype == dtype and known.device == device:
+            return known
+        one = torch.empty((), dtype=dtype, device=device)
+        made = self._placeholders[index] = one.expand(self._slots[index].shape)
+        made.untyped_storage().resize_(0)
+        return made
 
     def assign(self, index: int, grad: Tensor) -> None:
         """Implements `parameter.grad = grad` of slot `index` while it is guarded. Local.
@@ -80,8 +98,7 @@ class ParamGrads:
                 f"the gradient set on parameter {slot.name} has shape {tuple(grad.shape)}; expected"
                 f" the full shape {slot.shape}, plain or sharded as parameter.grad is."
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            self.set(index, grad)
+        self.set([index], [grad])
 
     def zero(self, *, set_to_none: bool) -> None:
         """As `Optimizer.zero_grad`."""

@@ -48,6 +48,7 @@ __all__ = [
     "guard",
     "placement_of",
     "plain_class_of",
+    "raw_data",
     "set_plain_data",
     "unguard",
 ]
@@ -201,7 +202,7 @@ def set_plain_data(parameters: Iterable[nn.Parameter], targets: Iterable[Tensor]
 def data_of(parameter: Tensor) -> Tensor:
     """`parameter.data` of torch, also of a guarded parameter. Only for the engine."""
     with torch._C.DisableTorchFunctionSubclass():
-        data: Tensor = _GET_DATA(parameter)
+        data: Tensor = raw_data(parameter)
     return data
 
 
@@ -213,7 +214,7 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
         placement = self.__dict__.get(_ATTRIBUTE)
         if placement is not None and placement.on_data_read is not None:
             placement.on_data_read(placement.index)
-        data: Tensor = _GET_DATA(self)
+        data: Tensor = raw_data(self)
         return data
 
     def put(self: nn.Parameter, values: Tensor) -> None:
@@ -462,13 +463,14 @@ _METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.get_device: lambda placement: _index_of(placement.holder.device),
 }
 
-_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+# `parameter.data` of torch; of a guarded parameter only within `DisableTorchFunctionSubclass`.
+raw_data: Callable[[Tensor], Tensor] = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _DETACHING = {Tensor.detach, torch.equal, Tensor.equal}
 _SET_GRAD = Tensor.grad.__set__  # type: ignore[union-attr]  # a descriptor, typed as its value
 
 _WITHOUT_VALUES: dict[Any, Callable[..., Any]] = {
-    _GET_DATA: _get_data,
+    raw_data: _get_data,
     _SET_DATA: _set_data,
     _SET_GRAD: _set_grad,
     Tensor.to: _convert_like,

