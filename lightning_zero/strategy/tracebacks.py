@@ -1,4 +1,4 @@
-"""One traceback for ranks that fail alike, instead of one for each rank."""
+"""One traceback for ranks that fail in the same way, instead of one for each rank."""
 
 from __future__ import annotations
 

@@ -279,12 +279,12 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("word", "count"),
     [
-        ("alike", 1),
+        ("equally", 1),
         pytest.param("differently", 2, marks=pytest.mark.slow),
         pytest.param("+in=hydra", 1, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_fail_alike_print_one_traceback(tmp_path, word, count):
+def test_ranks_that_fail_in_the_same_way_print_one_traceback(tmp_path, word, count):
     (tmp_path / "failing.py").write_text(_FAILING)
     with start(tmp_path / "failing.py", word) as process:
         printed, _ = process.communicate(timeout=90)
