@@ -507,3 +507,11 @@ def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypat
         assert getattr(setting, "device", setting) == device
         if device == "nvme":
             assert setting.folder == str(tmp_path)
+
+
+def test_a_misspelt_setting_of_the_strategy_names_the_nearest_one(monkeypatch):
+    word = "trainer.strategy.overlap_com=true"
+    monkeypatch.setattr("sys.argv", ["train.py", "zero=stage2", word])
+    with pytest.raises(HydraException) as raised:
+        composed(word)
+    assert "did you mean overlap_comm?" in str(raised.value.__cause__)
