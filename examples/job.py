@@ -17,7 +17,7 @@ from lightning_zero.conf import apply_extras, make_trainer, optimized_metric
 
 __all__ = ["Job"]
 
-_log = logging.getLogger(__name__)  # one log file per rank, see conf/config.yaml
+_log = logging.getLogger(__name__)  # one log file per rank, see conf/train.yaml
 # Warnings of Lightning and torch about their own code, or about intended settings of this job.
 for _text in (".*`srun` command is available", ".*LeafSpec", ".*does not have many workers"):
     warnings.filterwarnings("ignore", _text)

@@ -17,7 +17,7 @@ _PROMPT = b"class "
 _MAX_PARAMETERS_ON_CPU = 10_000_000
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+@hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> float | None:
     job = Job.of(config)
     if config.train:

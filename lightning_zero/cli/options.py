@@ -225,10 +225,10 @@ fits.
 """
 _PLAN_EXAMPLES = """\
 examples:
-  lightning-zero plan --model llama_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
+  lightning-zero plan --model llama2_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
   lightning-zero plan --model path/to/my-llama --ranks 8 --device-memory 80GiB --context 8192
   lightning-zero plan --module my.code:Model --arg width=512 --input 8x3x224x224 --ranks 4
-  lightning-zero plan --config-dir conf --config-name config model=gpt_1b trainer.devices=8
+  lightning-zero plan --config-dir conf --config-name train model=gpt_1b trainer.devices=8
 """
 _RATES = {
     "link": "bandwidth between ranks, per rank, as measured by comm-bench",
@@ -261,7 +261,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     what = group.add_mutually_exclusive_group(required=True).add_argument
     what(
         "--model",
-        help="a preset, such as llama_70b (an unknown name lists all), or a Hugging Face "
+        help="a preset, such as llama2_70b (an unknown name lists all), or a Hugging Face "
         "config.json, or the directory that contains it",
     )
     what("--module", metavar="MODULE:CLASS", help="a torch or Lightning module to build")

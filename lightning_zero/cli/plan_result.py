@@ -287,8 +287,8 @@ def _assumptions(
     all_rates = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
     link, cpu_link, disk, memory = (rate / 1e9 for rate in all_rates)
     yield (
-        "States and peak are per device, between steps and during a step. CPU memory and disk are "
-        "per node. Sent bytes go from a rank to other ranks, in a step."
+        "States and peak are per device, at the optimizer step and during a step. CPU memory and "
+        "disk are per node. Sent bytes go from a rank to other ranks, in a step."
     )
     yield (
         f"Transfers and optimizer steps on the CPU take from the first time, if all overlap, to "

@@ -339,6 +339,10 @@ class Watchdog:
                 time.sleep(0.02)
                 num_raised = self._run_in_thread(partial(self._count, key, 0))
 
+    def first_with(self, name: str) -> int | None:
+        """Returns the rank that was the first to call this with `name`; None: it is not known."""
+        return self._run_in_thread(partial(self._claim, f"{self._name}/{name}/{self._epoch}"))
+
     def regroup(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has called this, without process groups.
 
@@ -550,6 +554,11 @@ class Watchdog:
     def _count(self, key: str, num: int) -> int | None:
         """Adds `num` to the counter `key` and returns the sum; None: the store is lost."""
         return None if self._store is None else int(self._store.add(key, num))
+
+    def _claim(self, key: str) -> int | None:
+        return (
+            None if self._store is None else int(self._store.compare_set(key, "", str(self._rank)))
+        )
 
     def _arrive(self, epoch: int) -> str | None:
         if self._store is None:

@@ -60,6 +60,7 @@ class ProcessSnapshot:
 
 _POLL_S = 0.2
 _GRACE_S = 8.0  # from a rank's failure until ranks that still wait for it are killed
+_REPORT_S = 30.0  # from rank 0's end until a report of the ranks that still run
 _GRACE_AFTER_SUCCESS_S = 60.0  # longer: this process may not need the rank any more
 _END_S = 90.0  # longer than ranks wait for each other after an exception
 
@@ -105,7 +106,7 @@ class Children(threading.Thread):
         """Waits for the children at exit: the command ends only after all ranks have ended."""
         if self._is_over.is_set() or self._has_failed:
             return
-        running = self._wait(_GRACE_S)
+        running = self._wait(_REPORT_S)
         if running:
             _report(f"rank 0 finished; waiting for other ranks: {self._describe(running)}.")
         for process in self.processes:

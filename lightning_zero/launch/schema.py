@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import field, make_dataclass
+from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -46,11 +49,36 @@ def schema(strategy: type, target: str, *, module: str) -> type[Any]:
     made.__module__ = module  # pickle finds the class by module and `__qualname__`
     # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch: for an unknown
     # key, a wrong type, and another strategy in the place of this one.
-    made.__name__ = (
-        "ZeroStrategySettings (--cfg job shows all; leave out zero= with trainer=ddp or another "
-        "strategy)"
-    )
+    made.__name__ = _NameWithHint("ZeroStrategySettings", [name for name, *_ in settings])
     return made
+
+
+class _NameWithHint(str):
+    """Name of the schema, which in an error also names the setting nearest to a misspelt one.
+
+    The misspelt key is not known here, so it is looked for in this process's command line.
+    """
+
+    settings: Sequence[str]
+
+    def __new__(cls, name: str, settings: Sequence[str]) -> _NameWithHint:
+        made = super().__new__(cls, name)
+        made.settings = settings
+        return made
+
+    def __str__(self) -> str:
+        hints = [f"did you mean {name}?" for name in self._near()]
+        hints.append("--cfg job shows all; leave out zero= with trainer=ddp or another strategy")
+        return f"{super().__str__()} ({' '.join(hints)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+    def _near(self) -> Iterator[str]:
+        for word in sys.argv[1:]:
+            path, _, key = word.partition("=")[0].rpartition(".")
+            if path.endswith("strategy") and key not in self.settings:
+                yield from get_close_matches(key, self.settings, n=1)
 
 
 def _yaml_type(hint: Any) -> Any:

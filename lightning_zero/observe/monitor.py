@@ -330,6 +330,8 @@ class FitMonitor:
             self._kinds.append(Kind.STEP)
         self._num_steps = progress[1]
         self._memory: MemoryReport | None = None  # of the open window
+        self._at_step: MemoryReport | None = None  # before the last measured optimizer step
+        self._num_measured = 0
         self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
         self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
         self._num_recorded = 0  # steps in `_sums`
@@ -344,10 +346,14 @@ class FitMonitor:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Measures memory and gradients: reduced, unscaled, not clipped. Collective if recorded."""
+        # Short fits record nothing, and optimizers make their states in their first step.
+        if self.windows.is_open or self._num_measured < 2:
+            # Now, because after the step this would wait for a worker that is still stepping.
+            self._at_step = self._strategy.memory_report()
+            self._num_measured += 1
         if not self.windows.is_open:
             return
-        # Now, because after the step this would wait for a worker that is still stepping.
-        self._memory = self._strategy.memory_report()
+        self._memory = self._at_step
         if self._has_grad_norms:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             stepped = {
@@ -394,7 +400,7 @@ class FitMonitor:
         return JobReport(
             world_size=self._engine.comm.size,
             num_steps=self._num_steps,
-            memory=memory_reports(self._strategy),
+            memory=memory_reports(self._strategy, self._at_step),
             speed=Speed.from_counts(counts, self._peak_flops),
             num_recorded=self._num_recorded,
             step_s=means.get("zero_time/step_s", 0.0),

@@ -189,7 +189,7 @@ def plot_memory(reports: Sequence[MemoryReport], path: Path) -> None:
     replicated = {("device", state): n for state, n in reports[0].data_parallel.items()}
     bars.append((_DATA_PARALLEL, replicated))
     height = 0.3 * len(bars) + 0.2
-    title = f"Model states of each of {len(reports)} ranks between steps"
+    title = f"Model states of each of {len(reports)} ranks at the optimizer step"
     margins = (1.5, 0.3, 0.5, 0.85)
     with titled_axes(title, path, width=9.0, height=height, margins=margins) as axes:
         _draw_memory(axes, bars)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import lightning.pytorch as pl
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.layout.memory import MemoryReport
@@ -30,6 +31,7 @@ __all__ = [
 _MIB = 1024**2
 _GIB = 1024**3
 _MAX_NUM_RANKS = 8
+_EVERY_N_STEPS = 50  # between two measurements of `MemoryTable`
 # A rank is called a straggler from this skew, as a share of a step, and this share of steps on.
 _MIN_SKEW, _MIN_SHARE = 0.02, 2 / 3
 
@@ -37,8 +39,9 @@ _MIN_SKEW, _MIN_SHARE = 0.02, 2 / 3
 class MemoryTable(pl.Callback):
     """Prints on rank 0, when training ends, the MiB of each model state on every rank.
 
-    The memory is that between steps. The last row is plain data parallel, which keeps the same on
-    every rank; the last column is the ratio to it. With more than 8 ranks, the rows are the minimum
+    The memory is that right before an optimizer step, with all gradients. The last row is plain
+    data parallel at the same moment, with the same on every rank; the last column is the ratio to
+    it. With more than 8 ranks, the rows are the minimum
     and the maximum of each column over the ranks. A state on several tiers has a column for each,
     except for columns of zeros. With shards on NVMe, a line has the bytes that rank 0 has read and
     written there. `ZeroMonitor` prints this table, too.
@@ -49,13 +52,24 @@ class MemoryTable(pl.Callback):
         TypeError: The strategy is not a `ZeroStrategy`. Raised before training.
     """
 
+    _at_step: MemoryReport | None = None  # before the last measured step
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         zero_strategy(trainer, self)
+        self._at_step = None
+
+    @override
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        # Optimizers make their states in their first step.
+        if trainer.global_step % _EVERY_N_STEPS <= 1:
+            self._at_step = zero_strategy(trainer, self).memory_report()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        reports = memory_reports(zero_strategy(trainer, self))
+        reports = memory_reports(zero_strategy(trainer, self), self._at_step)
         if trainer.is_global_zero:
             print("\n" + memory_table(reports, trainer.global_step))
 
@@ -75,11 +89,23 @@ def zero_strategy(trainer: pl.Trainer, callback: pl.Callback) -> ZeroStrategy:
     return strategy
 
 
-def memory_reports(strategy: ZeroStrategy) -> list[MemoryReport]:
-    """Current memory of each rank, by rank; empty except on rank 0. Collective: every rank."""
+def memory_reports(strategy: ZeroStrategy, at_step: MemoryReport | None) -> list[MemoryReport]:
+    """Memory of each rank, by rank; empty except on rank 0. Collective: every rank.
+
+    `at_step`: memory of this rank before an optimizer step, to which the disk traffic until now is
+    added; None: the memory now, for a fit without steps.
+    """
     engine = strategy.engine
     engine.lockstep.barrier("the memory table")  # raises if a rank has failed
-    return engine.comm.control.collect_objects(strategy.memory_report())
+    now = strategy.memory_report()
+    report = (
+        now
+        if at_step is None
+        else replace(
+            at_step, nvme_read_bytes=now.nvme_read_bytes, nvme_written_bytes=now.nvme_written_bytes
+        )
+    )
+    return engine.comm.control.collect_objects(report)
 
 
 def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
@@ -109,7 +135,7 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
         [label, *(f"{count / _MIB:.2f}" for count in row), f"{row[-1] / data_parallel_total:.3f}"]
         for label, row in rows
     ]
-    text = table([["MiB between steps", *columns, "ratio"], *lines])
+    text = table([["MiB at the optimizer step", *columns, "ratio"], *lines])
     read, written = reports[0].nvme_read_bytes / _GIB, reports[0].nvme_written_bytes / _GIB
     if not written:
         return text
@@ -149,7 +175,7 @@ class JobReport:
 
     world_size: int
     num_steps: int  # optimizer steps, including those before a resumption
-    memory: Sequence[MemoryReport]  # by rank, at the end of training
+    memory: Sequence[MemoryReport]  # by rank, before the last recorded step
     speed: Speed  # without the first step
     num_recorded: int  # recorded steps; the next four are means over them
     step_s: float

@@ -64,19 +64,17 @@ SHAPES = {
     "llama2_13b": DecoderShape(5120, 40, 40, 32000, hidden=13824, is_gated=True),
     "llama2_70b": DecoderShape(8192, 80, 64, 32000, 0, num_kv_heads=8, hidden=28672, is_gated=True),
     "llama3_8b": DecoderShape(4096, 32, 32, 128256, 0, num_kv_heads=8, hidden=14336, is_gated=True),
-    "llama_405b": DecoderShape(
+    "llama3.1_405b": DecoderShape(
         16384, 126, 128, 128256, num_kv_heads=8, hidden=53248, is_gated=True
     ),
 }
-# Models of the example, as in `conf/model`; their tokens are bytes, GPTs have learned positions.
+# Further models of `conf/model`; their tokens are bytes, GPTs have learned positions.
 SHAPES |= {
     "tiny": DecoderShape(128, 3, 4, context=64),
     "llama_mini": DecoderShape(128, 3, 4, hidden=344, is_gated=True),
     "gpt_25m": DecoderShape(512, 8, 8, context=512),
     "gpt_125m": DecoderShape(768, 12, 12, context=1024),
     "gpt_1b": DecoderShape(2048, 24, 16, context=1024),
-    "llama_7b": SHAPES["llama2_7b"],
-    "llama_70b": SHAPES["llama2_70b"],
 }
 
 

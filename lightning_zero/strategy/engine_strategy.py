@@ -55,6 +55,7 @@ from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
 from lightning_zero.strategy.requeue import RequeuedExit
 from lightning_zero.strategy.settings import Hardware, Settings
+from lightning_zero.strategy.tracebacks import shorten_traceback
 from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,
@@ -403,6 +404,7 @@ class EngineStrategy(ProcessStrategy):
             if self._engine is None:
                 self._watchdog.abort(exception)
             self._watchdog.explain(exception)
+            shorten_traceback(exception, self._watchdog, self.global_rank)
         self._can_communicate()
 
     @override

@@ -4,8 +4,8 @@ torch's `fake` process group stands for all other ranks: its collectives move no
 built on the meta device, so that no more is ever made than this rank's shards and what a step
 gathers: 7 B parameters on 64 ranks take 4 GB.
 
-    python -m tests.benchmarks.fake_group llama_7b --ranks 64
-    python -m tests.benchmarks.fake_group llama_7b --ranks 8 --stage 2 --device cuda
+    python -m tests.benchmarks.fake_group llama2_7b --ranks 64
+    python -m tests.benchmarks.fake_group llama2_7b --ranks 8 --stage 2 --device cuda
 
 On the CPU the peak is that of live storages, on CUDA that of the allocator.
 """

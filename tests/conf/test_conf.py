@@ -48,7 +48,7 @@ NEEDS = {
 }
 
 
-def composed(*overrides, name="config"):
+def composed(*overrides, name="train"):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         return compose(name, overrides=list(overrides))
 
@@ -62,7 +62,7 @@ def skip_without_extra(*overrides):
 def in_job(tmp_path):
     """Composes as inside a job: with its directory and Hydra's settings."""
 
-    def compose_job(*overrides, mode=RunMode.RUN, name="config"):
+    def compose_job(*overrides, mode=RunMode.RUN, name="train"):
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             config = compose(name, overrides=list(overrides), return_hydra_config=True)
         with open_dict(config):
@@ -115,7 +115,7 @@ def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucke
     assert strategy.config.reduce_bucket_size == config.trainer.strategy.reduce_bucket_size
 
 
-@pytest.mark.default_cases("llama_7b", "llama_mini")
+@pytest.mark.default_cases("llama2_7b", "llama_mini")
 @pytest.mark.parametrize("choice", CHOICES["model"])
 def test_every_model_is_built_from_its_file(choice):
     config = composed(f"model={choice}", "data.context=32")
@@ -129,8 +129,8 @@ def test_every_model_is_built_from_its_file(choice):
         "gpt_25m": 25e6,
         "gpt_125m": 85e6,
         "gpt_1b": 1.2e9,
-        "llama_7b": 6.738e9,
-        "llama_70b": 68.977e9,
+        "llama2_7b": 6.738e9,
+        "llama2_70b": 68.977e9,
     }
     assert numel == pytest.approx(expected[choice], rel=0.001 if "llama" in choice else 0.1)
 
@@ -281,7 +281,7 @@ def test_paths_are_those_of_the_project_and_the_job(in_job, tmp_path, monkeypatc
     assert config.paths.output_dir == config.trainer.default_root_dir == str(tmp_path)
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         words = [f"paths.log_dir={tmp_path}/logs", "task_name=mine"]
-        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+        hydra = compose("train", overrides=words, return_hydra_config=True).hydra
     assert hydra.run.dir.startswith(f"{tmp_path}/logs/mine/runs/")
     assert hydra.sweep.dir.startswith(f"{tmp_path}/logs/mine/multiruns/")
 
@@ -313,7 +313,7 @@ def test_main_returns_the_metric_that_is_named():
 def test_a_search_is_a_sweep_over_the_ranges_of_its_file():
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         words = ["hparams_search=optuna", "hydra.sweeper.n_trials=3"]
-        hydra = compose("config", overrides=words, return_hydra_config=True).hydra
+        hydra = compose("train", overrides=words, return_hydra_config=True).hydra
     assert hydra.mode == RunMode.MULTIRUN
     assert hydra.sweeper.n_trials == 3
     assert set(hydra.sweeper.params) == {"model.lr", "model.warmup"}
@@ -337,7 +337,7 @@ def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them
     def launcher(*overrides):
         with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
             words = ["hydra/launcher=slurm", *overrides]
-            return compose("config", overrides=words, return_hydra_config=True).hydra.launcher
+            return compose("train", overrides=words, return_hydra_config=True).hydra.launcher
 
     assert launcher("trainer=node").gpus_per_node == 2
     assert launcher("trainer=node", "hydra.launcher.tasks_per_node=8").gpus_per_node == 8
@@ -349,7 +349,7 @@ def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them
 def test_a_job_on_slurm_imports_what_registers_the_strategies(strategy):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         words = ["hydra/launcher=slurm", strategy]
-        config = compose("config", overrides=words, return_hydra_config=True)
+        config = compose("train", overrides=words, return_hydra_config=True)
     (callback,) = config.hydra.callbacks.values()
     # Submitit pickles the callback; a worker that loads it imports lightning_zero.
     assert callback._target_ == "lightning_zero.launch.hydra_jobs.HydraJobs"
@@ -431,7 +431,7 @@ def test_extras_print_settings_without_secrets_and_refuse_a_run_without_tags(cap
 @pytest.mark.parametrize("group", CHOICES)
 def test_the_help_has_a_word_on_every_group(group):
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        header = compose("config", return_hydra_config=True).hydra.help.header
+        header = compose("train", return_hydra_config=True).hydra.help.header
     assert re.search(rf"^  ([a-z_]+, )?{group}[, ]", header, flags=re.MULTILINE)
 
 
@@ -507,3 +507,11 @@ def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypat
         assert getattr(setting, "device", setting) == device
         if device == "nvme":
             assert setting.folder == str(tmp_path)
+
+
+def test_a_misspelt_setting_of_the_strategy_names_the_nearest_one(monkeypatch):
+    word = "trainer.strategy.overlap_com=true"
+    monkeypatch.setattr("sys.argv", ["train.py", "zero=stage2", word])
+    with pytest.raises(HydraException) as raised:
+        composed(word)
+    assert "did you mean overlap_comm?" in str(raised.value.__cause__)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 CASES = [
     *(Case("gpt_1b", size, stage, device="cuda") for size in (8, 64) for stage in (1, 2, 3)),
-    *(Case("llama_7b", size, stage, device="cuda") for size in (8, 64) for stage in (2, 3)),
+    *(Case("llama2_7b", size, stage, device="cuda") for size in (8, 64) for stage in (2, 3)),
 ]
 
 

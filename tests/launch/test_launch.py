@@ -252,3 +252,43 @@ def test_a_port_that_another_program_has_is_an_error_that_names_the_address(is_o
     )
     port, error = result
     assert f"could not meet the other ranks at 127.0.0.1:{port} (MASTER_ADDR" in error
+
+
+_FAILING = """
+import sys
+import lightning_zero
+from tests.support.fitting import make_trainer
+from tests.support.models import MLPModule
+
+class Module(MLPModule):
+    def training_step(self, *args):
+        number = self.global_rank if sys.argv[1] == "differently" else 7
+        raise ArithmeticError(f"number {number}")
+
+def main(config=None):
+    make_trainer("zero3", devices=2).fit(Module(ranks=2))
+
+if __name__ == "__main__":
+    if sys.argv[1] == "+in=hydra":
+        import hydra
+        main = hydra.main(version_base="1.3", config_path=None)(main)
+    main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("word", "count"),
+    [
+        ("equally", 1),
+        pytest.param("differently", 2, marks=pytest.mark.slow),
+        pytest.param("+in=hydra", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_fail_in_the_same_way_print_one_traceback(tmp_path, word, count):
+    (tmp_path / "failing.py").write_text(_FAILING)
+    with start(tmp_path / "failing.py", word) as process:
+        printed, _ = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert printed.count("Traceback") == count, printed
+    assert printed.count("ArithmeticError: number") == 2  # one line for each rank
+    assert printed.count("the traceback is that of rank") == 2 - count

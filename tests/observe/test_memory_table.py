@@ -5,6 +5,7 @@ import io
 
 import lightning.pytorch as pl
 import pytest
+import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
@@ -51,15 +52,20 @@ def fit(strategy):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(BoringModel())
+    model = BoringModel()
+    model.layer = torch.nn.Sequential(torch.nn.Linear(32, 1024), torch.nn.Linear(1024, 2))
+    trainer.fit(model)
 
 
 def test_the_table_is_printed_when_training_ends(capsys):
     (report,) = run_ranks(1, _fit_and_read, has_group=False)
     header, rank, replicated = report.strip().splitlines()[-3:]
-    assert cells(header) == "MiB between steps parameters gradients optimizer total ratio"
+    assert cells(header) == "MiB at the optimizer step parameters gradients optimizer total ratio"
     assert rank.startswith("rank 0")
     assert replicated.startswith("plain data parallel")
+    # At the same moment: on one rank, stage 3 holds what data parallel holds, with gradients.
+    assert rank.split()[2:-1] == replicated.split()[3:-1]
+    assert rank.split()[3] == "0.14"
 
 
 def _fit_and_read(rank, world_size):
@@ -84,7 +90,7 @@ def test_another_strategy_is_refused_before_training():
 def test_one_tier_needs_no_name_and_each_of_eight_ranks_has_a_row():
     text = table(["device"], [[[MIB, MIB, 2 * MIB]]] * 8, [8 * MIB, 8 * MIB, 16 * MIB])
     header, *ranks, replicated = text.splitlines()
-    assert cells(header) == "MiB between steps parameters gradients optimizer total ratio"
+    assert cells(header) == "MiB at the optimizer step parameters gradients optimizer total ratio"
     assert [line.split()[:2] for line in ranks] == [["rank", str(rank)] for rank in range(8)]
     assert {line.split()[-1] for line in ranks} == {"0.125"}
     assert replicated.split()[-1] == "1.000"

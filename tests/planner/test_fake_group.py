@@ -5,7 +5,7 @@ import pytest
 from tests.benchmarks.fake_group import Case, compare
 from tests.support.ranks import run_ranks
 
-LARGE = [Case("gpt_1b", 8), Case("gpt_1b", 64), Case("llama_7b", 64)]
+LARGE = [Case("gpt_1b", 8), Case("gpt_1b", 64), Case("llama2_7b", 64)]
 
 
 def _compare(rank, world_size, case):

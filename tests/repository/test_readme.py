@@ -86,7 +86,7 @@ def test_every_command_is_run_by_ci_or_by_a_test():
 @pytest.mark.parametrize("command", sorted(COMPOSED))
 def test_what_stands_behind_a_command_composes(command):
     _, script, *overrides = shlex.split(command)
-    name = "eval" if script.endswith("eval.py") else "config"
+    name = "eval" if script.endswith("eval.py") else "train"
     config = composed(*overrides, name=name)
     for override in overrides:
         key, _, value = override.partition("=")

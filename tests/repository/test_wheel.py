@@ -172,7 +172,7 @@ def test_the_wheel_has_no_file_that_needs_the_examples(installed):
         assert not re.search(rf"_target_: ({'|'.join(names)})\\.", (conf / path).read_text()), path
     left = {path.split("/")[0] for path in here - shipped}
     assert left == {
-        "config.yaml",
+        "train.yaml",
         "eval.yaml",
         "data",
         "experiment",
