@@ -126,6 +126,7 @@ def _fabric(rank, world_size, kind, first_step, load, save):
     return losses, arrays(model.state_dict())
 
 
+@pytest.mark.default_cases("Trainer to Fabric-full", "Fabric to Trainer-sharded")
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @pytest.mark.parametrize("order", ["Trainer to Fabric", "Fabric to Trainer"])
 def test_checkpoints_go_from_the_trainer_to_fabric_and_back(order, kind, tmp_path):

@@ -107,7 +107,7 @@ EDITS = [_zero, _scale, _clear, _replace, _set_full, _load_back, _norms]
 NVME = OffloadConfig(device="nvme", nvme_path=".")
 TIERS = [
     (1, {}),
-    (3, {}),
+    pytest.param(3, {}, marks=pytest.mark.slow),
     (3, {"offload_optimizer": NVME}),
     pytest.param(2, {}, marks=pytest.mark.slow),
     pytest.param(2, {"offload_optimizer": OffloadConfig("cpu")}, marks=pytest.mark.slow),
