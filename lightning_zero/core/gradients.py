@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Pending
-from lightning_zero.core.param_grads import GradShard, ParamGrads, unfilled
+from lightning_zero.core.param_grads import GradShard, ParamGrads, graph_error, unfilled
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
@@ -155,6 +155,8 @@ class Gradients:
         grad = parameter.grad
         if grad is None:
             return False  # frozen since its forward, so autograd skips it
+        if grad.requires_grad:
+            raise graph_error(self._plan.layout.slots[index].name)
         if not self._is_sharded:
             self._take(index, grad)
         self.is_local[index] = self.is_touched[index] = True
@@ -166,11 +168,10 @@ class Gradients:
     def _take(self, index: int, grad: Tensor) -> None:
         """Moves `grad` into the unsharded buffer, whose view becomes `.grad`."""
         view = self._open_buffer().views[index]
-        if grad is view:
-            return
-        dense = grad.to_dense() if grad.is_sparse else grad
-        view.add_(dense) if self.is_local[index] else view.copy_(dense)
-        self._parameters[index].grad = view
+        if grad is not view:
+            dense = grad.to_dense() if grad.is_sparse else grad
+            view.add_(dense) if self.is_local[index] else view.copy_(dense)
+            self._parameters[index].grad = view
 
     @property
     def has_all(self) -> bool:
@@ -181,15 +182,13 @@ class Gradients:
     # ---------------------------------------------------------------- reduction
 
     def local_grads(self) -> dict[int, Tensor]:
-        """Gradients of this rank that are not reduced yet, by slot: n-D."""
-        if not any(self.is_local):
-            return {}
+        """Gradients of this rank that are not reduced yet, by slot: n-D, detached."""
         if self._is_sharded:
             grads: Sequence[Tensor | None] = self.param_grads.read()
         else:
-            grads = self._open_buffer().views
-        local = [(i, grad) for i, grad in enumerate(grads) if grad is not None and self.is_local[i]]
-        return {index: grad.to_dense() if grad.is_sparse else grad for index, grad in local}
+            grads = self.unsharded_grads.views if self.unsharded_grads is not None else []
+        own = {i: g.detach() for i, g in enumerate(grads) if g is not None and self.is_local[i]}
+        return {i: grad.to_dense() if grad.is_sparse else grad for i, grad in own.items()}
 
     def reduce(self, local: Mapping[int, Tensor]) -> None:
         """Issues the reduction of `local_grads()`; other slots count as zero. Collective."""

@@ -219,7 +219,7 @@ class NonfiniteGuard:
         """Looks at `Gradients.local_grads` of `bucket`, which are not reduced yet. Local."""
         if self.policy is None:
             return
-        grads = {slot: grad.detach() for slot, grad in local.items() if grad.numel()}
+        grads = {slot: grad for slot, grad in local.items() if grad.numel()}
         if grads and bucket.device.type != "cpu":
             self._look_later(bucket, grads)
             return

@@ -17,7 +17,16 @@ from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import raw_data
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["GradShard", "ParamGrads", "unfilled"]
+__all__ = ["GradShard", "ParamGrads", "graph_error", "unfilled"]
+
+
+def graph_error(name: str) -> RuntimeError:
+    """Error for the gradient of parameter `name` that has a graph of its own."""
+    return RuntimeError(
+        f"the gradient of {name} has a graph, because backward was called with create_graph=True; "
+        "`.grad` is the mean over ranks, which has none. Call torch.autograd.grad(..., "
+        "create_graph=True) for what you differentiate twice, and backward without it."
+    )
 
 
 def unfilled(plan: BucketPlan, local: Mapping[int, Tensor]) -> Unfilled:

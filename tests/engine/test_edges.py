@@ -626,3 +626,17 @@ def _want_some(rank, world_size, stage):
 def test_a_backward_to_chosen_parameters_gives_these_gradients_and_reshards_everything(stage):
     torch.manual_seed(0)
     run(_want_some, stage)
+
+
+def _differentiate_twice(rank, world_size, stage):
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    engine, _ = start(module, stage)
+    loss = module(torch.ones(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="has a graph, because backward"):
+        engine.backward(loss, create_graph=True)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_gradient_with_a_graph_is_refused(stage):
+    run(_differentiate_twice, stage)
