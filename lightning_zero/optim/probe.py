@@ -112,7 +112,7 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     if reason is not None:
         raise _refusal(name, reason + _advice(optimizer, run, start))
     if not undivided.is_around_closure:
-        _check_closure(optimizer, device, replace(undivided, has_closure=True), traced.values())
+        _check_closure(optimizer, device, replace(undivided, has_closure=True))
     counts = _changes(traced.numbers[1:]) or any(
         not isinstance(key, Tensor) for key in traced.clone.state
     )
@@ -472,23 +472,12 @@ def _needs_states(optimizer: Optimizer, device: torch.device) -> bool:
     return False
 
 
-def _check_closure(
-    optimizer: Optimizer, device: torch.device, division: Division, values: Tensor
-) -> None:
-    """Refuses uses of the closure that cannot work: the engine calls it once, before the step.
-
-    Most optimizers only return the loss. No operation sees it then, and the step gives `values`,
-    those of a step without a closure, to the bit: such a step is not traced again.
-    """
+def _check_closure(optimizer: Optimizer, device: torch.device, division: Division) -> None:
+    """Refuses uses of the closure that cannot work: the engine calls it once, before the step."""
     if "closure" not in inspect.signature(type(optimizer).step).parameters:
         return
     name = type(optimizer).__name__
     run = partial(ProbeRun, optimizer, device, division)
-    with suppress(Exception):
-        plain = run()
-        is_equal = torch.equal(plain.values(), values)
-        if is_equal and plain.is_closure_first and not plain.is_loss_used:
-            return
     start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
     flow = Flow()
     try:

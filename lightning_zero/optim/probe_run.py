@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from lightning_zero.optim.clone import copy_of, enter_training, raw_step, settings_of
 from lightning_zero.optim.flow import Flow
@@ -90,27 +90,6 @@ class _Kind:
     like: nn.Parameter | None = field(default=None, compare=False)
 
 
-class _Loss(Tensor):
-    """A loss that reports each call of torch, each attribute and each conversion it is used in."""
-
-    _on_use: Callable[[], None]
-
-    @classmethod
-    def watched(cls, loss: Tensor, on_use: Callable[[], None]) -> _Loss:
-        made = loss.as_subclass(cls)
-        made._on_use = on_use
-        return made
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, _Loss) and hasattr(leaf, "_on_use"):
-                leaf._on_use()
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 class ProbeRun:
     """Steps of one rank with a copy of an optimizer; runs them in the constructor.
 
@@ -128,8 +107,6 @@ class ProbeRun:
         numbers: Results of `numbers_of` before the first step and after each step.
         is_closure_first: Whether, in all steps, the closure was called at most once, before any
             value changed.
-        is_loss_used: Whether torch has seen the loss of the closure, other than by returning it;
-            noticed in runs without a flow.
     """
 
     def __init__(
@@ -150,7 +127,6 @@ class ProbeRun:
         self._kinds: list[_Kind] = []
         self.tensors: dict[tuple[int, int], nn.Parameter] = {}
         self.is_closure_first = True
-        self.is_loss_used = False
         # Compilation takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
         with torch.random.fork_rng(devices=[], enabled=True), torch.no_grad(), eager:
@@ -244,15 +220,11 @@ class ProbeRun:
             if len(calls) > 1 or not torch.equal(before, self.values()):
                 self.is_closure_first = False
             loss = torch.ones((), device=self._device)
-            if self._flow is None:
-                return _Loss.watched(loss, self._note_use)
-            self._flow.mark(loss, LOSS)
+            if self._flow is not None:
+                self._flow.mark(loss, LOSS)
             return loss
 
         return closure
-
-    def _note_use(self) -> None:
-        self.is_loss_used = True
 
     def _closure_with_grads(self) -> Callable[[], Tensor]:
         """Returns a closure that sets the gradients, which are NaN until then."""

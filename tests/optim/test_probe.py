@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_zero.optim import probe as probe_module
-from lightning_zero.optim.flow import Flow
 from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
 from tests.support.full_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
@@ -348,9 +346,7 @@ class Closing(torch.optim.SGD):
         held = self.param_groups[0]["params"]
         if self.way == "number":
             loss = float(loss)
-        if self.way == "comparison" and not isinstance(loss, float):
-            loss = torch.where(loss > 0.5, 1.0, 2.0)  # 1.0 in the probe: no value changes
-        for p in held if self.way in ("number", "tensor", "comparison") else ():
+        for p in held if self.way in ("number", "tensor") else ():
             if p.grad is not None:
                 p.grad.mul_(loss)
         super().step()
@@ -363,23 +359,12 @@ class Closing(torch.optim.SGD):
         ("after a change", "it calls its closure more than once in a step, or after"),
         ("number", "it uses the loss of its closure"),
         ("tensor", "it uses the loss of its closure"),
-        ("comparison", "it uses the loss of its closure"),
     ],
 )
 def test_unsupported_uses_of_a_closure_are_refused(way, reason):
     assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
     with pytest.raises(CannotShardError, match=reason):
         found(Closing(parameters((3, 4)), way))
-
-
-def test_a_loss_that_is_only_returned_takes_no_second_trace(monkeypatch):
-    flows = []
-    monkeypatch.setattr(probe_module, "Flow", lambda: flows.append(Flow()) or flows[-1])
-    assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
-    assert len(flows) == 1
-    with pytest.raises(CannotShardError):
-        found(Closing(parameters((3, 4)), "number"))
-    assert len(flows) == 3
 
 
 class Around(torch.optim.Optimizer):
