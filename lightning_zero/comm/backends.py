@@ -88,6 +88,9 @@ class Backend:
         """Context in which work precedes the next reduction, beside the compute stream."""
         return nullcontext()
 
+    def wait_for_reductions(self) -> None:
+        """Lets the compute stream wait for that work, and for the reductions before it."""
+
 
 def _closed_error() -> RuntimeError:
     return RuntimeError("the engine is closed; it can run no collective. Make a new Engine.")
@@ -385,6 +388,10 @@ class DeviceBackend(Backend):
 
     def before_reduction(self) -> AbstractContextManager[Any]:
         return self._side_stream(self._reduce_stream)
+
+    def wait_for_reductions(self) -> None:
+        if self._reduce_stream is not None:
+            streams.current(self._reduce_stream.device).wait_stream(self._reduce_stream)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         with self._side_stream(self._reduce_stream):

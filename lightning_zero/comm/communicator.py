@@ -253,6 +253,10 @@ class Communicator:
         """
         return self._backend.before_reduction()
 
+    def wait_for_reductions(self) -> None:
+        """Lets the compute stream wait for work of `before_reduction`. Local."""
+        self._backend.wait_for_reductions()
+
     def average_replicas(self, shard: Tensor, name: str = "") -> Pending:
         """Averages `shard` (1-D) in place over the ranks of this rank's replica group."""
         assert self._replicas is not None, "there is one replica"

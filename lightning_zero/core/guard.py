@@ -30,8 +30,9 @@ from __future__ import annotations
 import cmath
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,7 +141,6 @@ class _Copy(NamedTuple):
     looks: list[_Look]
     maxima: Tensor  # on the CPU, pinned; one element for each look
     copied: Event
-    sources: list[Tensor]  # what is copied; kept until then, because a side stream reads it
 
 
 class NonfiniteGuard:
@@ -170,6 +170,7 @@ class NonfiniteGuard:
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 1-D, one tensor for each bucket
+        self._discarded: list[Tensor] = []  # by `reset`; a side stream may still write to them
         self._copies: list[_Copy] = []
         self._found: list[NonfiniteGradient] = []  # not reported yet
         self._named: set[tuple[int, str]] = set()  # by step: parameters found
@@ -209,19 +210,26 @@ class NonfiniteGuard:
 
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
+        self._discarded += self._maxima
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
         self.skips_step = self._begins_step = False
 
     # ---------------------------------------------------------------- a look
 
-    def look(self, bucket: Bucket, local: Mapping[int, Tensor]) -> None:
-        """Looks at `Gradients.local_grads` of `bucket`, which are not reduced yet. Local."""
+    def look(
+        self, bucket: Bucket, local: Mapping[int, Tensor], *, precedes_reduction: bool
+    ) -> None:
+        """Looks at `Gradients.local_grads` of `bucket`, which are not reduced yet. Local.
+
+        `precedes_reduction`: they are reduced next, so that a device may look beside compute.
+        """
         if self.policy is None:
             return
         grads = {slot: grad for slot, grad in local.items() if grad.numel()}
         if grads and bucket.device.type != "cpu":
-            self._look_later(bucket, grads)
+            beside = self._comm.before_reduction() if precedes_reduction else nullcontext()
+            self._look_later(bucket, grads, beside)
             return
         for slot, grad in grads.items():
             if not _is_finite(grad):
@@ -234,26 +242,31 @@ class NonfiniteGuard:
         """Looks at all gradients that this backward has left local. Local."""
         for bucket in self._buckets if self.policy is not None else ():
             if any(bucket.grads.is_local):
-                self.look(bucket, bucket.grads.local_grads())
+                self.look(bucket, bucket.grads.local_grads(), precedes_reduction=False)
 
-    def _look_later(self, bucket: Bucket, grads: Mapping[int, Tensor]) -> None:
-        """Begins a look on a device, without waiting for it."""
+    def _look_later(
+        self, bucket: Bucket, grads: Mapping[int, Tensor], stream: AbstractContextManager[Any]
+    ) -> None:
+        """Begins a look on a device, on `stream`, without waiting for it."""
         step, micro_batch = self.step, self._micro_batch
         self._looks += [_Look(step, micro_batch, bucket, slot) for slot in grads]
-        maxima = torch._foreach_norm(list(grads.values()), torch.inf)
-        self._maxima.append(torch.stack(maxima).double())
+        maxima = torch.empty(len(grads), dtype=torch.float64, device=bucket.device)
+        self._maxima.append(maxima)
+        with stream:
+            maxima.copy_(torch.stack(torch._foreach_norm(list(grads.values()), torch.inf)))
 
     def _copy_maxima(self) -> None:
         """Begins to copy the results of looks on a device to the CPU."""
         if not self._maxima:
             return
-        with self._comm.before_reduction():  # after the looks
-            maxima = torch.cat(self._maxima)
-            on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
-            on_cpu.copy_(maxima, non_blocking=True)
-            copied = streams.make_event()
-            copied.record()
-        self._copies.append(_Copy(self._looks, on_cpu, copied, self._maxima))
+        self._comm.wait_for_reductions()  # looks run beside them
+        self._discarded.clear()
+        maxima = torch.cat(self._maxima)
+        on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
+        on_cpu.copy_(maxima, non_blocking=True)
+        copied = streams.make_event()
+        copied.record()
+        self._copies.append(_Copy(self._looks, on_cpu, copied))
         self._looks, self._maxima = [], []
 
     def _receive(self, *, waits: bool) -> None:

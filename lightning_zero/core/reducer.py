@@ -173,8 +173,7 @@ class Reducer:
     def _reduce(self, bucket: Bucket) -> None:
         self.finish()
         local = bucket.grads.local_grads()
-        with self._comm.before_reduction():
-            self.guard.look(bucket, local)
+        self.guard.look(bucket, local, precedes_reduction=True)
         bucket.grads.reduce(local)
         self._reduced.add(bucket)
         self.in_flight = bucket

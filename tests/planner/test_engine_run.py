@@ -153,4 +153,6 @@ def test_without_a_step_all_gathers_are_equal_and_the_peak_is_a_bound(settings):
     bound = peak_without_step(plan, config, on_gloo=True)
     counted = peak_of(EngineRuns, module, config, on_cpu=True)
     assert bound.num_all_gathers == counted.num_all_gathers
-    assert counted.unsharded_bytes <= bound.unsharded_bytes <= 1.2 * counted.unsharded_bytes
+    assert counted.unsharded_bytes <= bound.unsharded_bytes
+    # The small activations are counted only there.
+    assert 0.9 * counted.total_bytes <= bound.total_bytes <= 1.2 * counted.total_bytes
