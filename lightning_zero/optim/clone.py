@@ -143,6 +143,10 @@ class Slice:
     grad: Tensor
     state: dict[str, Any]
 
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """Sets another state, after the step."""
+        self.state = state
+
 
 class OptimizerClone:
     """Snapshot of an optimizer's settings, to step slices later with them.
@@ -187,6 +191,8 @@ class OptimizerClone:
             groups[self.group_of[part.parameter]]["params"].append(stand_in)
         raw_step(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
-            part.state = copy.state.get(stand_in, {})
+            state = copy.state.get(stand_in, {})
+            if state is not part.state:
+                part.replace_state(state)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
