@@ -167,11 +167,11 @@ class _WritableBucket:
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        full = self._full = bucket.masters.all_gather()
-        self._detector = WriteDetector(lambda: full.views)  # no cycle: freed with this object
-        self._detector.watch_values()
+        self._full = full = bucket.masters.all_gather()
+        self._detector = WriteDetector()
+        self._detector.watch_values(full.views)
         self._data: list[Tensor] = []  # of the parameters at the end
-        bucket.install_views(self._full.views)
+        bucket.install_views(full.views)
 
     def uninstall_views(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
@@ -185,7 +185,7 @@ class _WritableBucket:
         for slot, view, data in zip(slots, self._full.views, self._data, strict=True):
             if not is_same_memory(data, view):  # other data was assigned
                 view.copy_(require_full_shape(data, slot))
-        written = self._detector.written()
+        written = self._detector.written(self._full.views)
         return {slots[index].name: self._detector.digest(index) for index in written}
 
     def broadcast_from(self, from_rank: int) -> None:

@@ -233,8 +233,11 @@ class Bucket:
 
     def check_outside_transform(self) -> None:
         """Raises inside a transform of torch.func that differentiates."""
+        transforms = _active_transforms()
+        if transforms is None:
+            return
         kinds = torch._C._functorch.TransformType
-        if any(one.key() in (kinds.Grad, kinds.Jvp) for one in _active_transforms() or ()):
+        if any(one.key() in (kinds.Grad, kinds.Jvp) for one in transforms):
             raise RuntimeError(
                 "a transform of torch.func (grad, vjp, jvp, jacrev or similar) uses parameter "
                 f"{self.plan.layout.slots[0].name}, or one of the same bucket, which is sharded; "
@@ -252,7 +255,8 @@ class Bucket:
             self.wait_for_unshard()
             self.all_gather_into(self.unsharded_params.tensor).wait()
             return
-        self.wait_for_step()
+        if self._overlapped.is_running:
+            self.wait_for_step()
         self.check_outside_transform()
         self.unsharded_params.allocate()
         self._pending = self.all_gather_params()
@@ -365,7 +369,8 @@ class Bucket:
         self._before_step()
         self.shards.before_write()
         if self.shards_params:
-            self.enter_idle_phase()
+            if self.is_unsharded:
+                self.enter_idle_phase()
         elif self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
         if stepping is not None:
@@ -472,7 +477,8 @@ class Bucket:
                 again.
         """
         self.detect_writes()
-        self.shards.sync_writes()
+        if not self.shards_params:
+            self.shards.sync_writes()
 
     def detect_writes(self) -> None:
         """As `sync_writes`, but only writes that are detected without reading values.

@@ -190,8 +190,8 @@ class BucketAccess:
         bucket.wait_for_unshard()
         num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
         bucket.pin()
-        detector, num_writes = WriteDetector(lambda: bucket.parameters), bucket.shards.num_writes
-        detector.watch_values()
+        detector, num_writes = WriteDetector(), bucket.shards.num_writes
+        detector.watch_values(bucket.parameters)
         is_kept = False
         try:
             yield
@@ -209,7 +209,7 @@ class BucketAccess:
     def _check_unchanged(self, detector: WriteDetector) -> None:
         """Raises if a parameter was written to inside `reading`."""
         bucket = self.bucket
-        for index in detector.written():
+        for index in detector.written(bucket.parameters):
             outcome = "is dropped" if bucket.shards_params else "stays on this rank"
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "

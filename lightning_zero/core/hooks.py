@@ -215,7 +215,7 @@ class Hooks:
             leaves: list[Any] = []
             if torch.is_grad_enabled() and not unit.stays_unsharded:
                 leaves = tree_leaves((args, kwargs))
-            call = unit.begin_call([leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            call = unit.begin_call(leaves)
             self._watch_inputs(unit, call)
 
         return hook
@@ -228,7 +228,7 @@ class Hooks:
                 return
             call = unit.calls.pop() if unit.calls else Call()  # empty if an earlier hook failed
             leaves = tree_leaves(output)
-            if any(isinstance(leaf, Tensor) and unit.aliases(leaf) for leaf in leaves):
+            if unit.is_aliased_by(leaves):
                 self._schedule.keep_unsharded(
                     unit, f"module {unit.name} returns a view of its parameters"
                 )
@@ -250,7 +250,7 @@ class Hooks:
             if call.arrive(key):
                 self._schedule.post_backward(unit, call)
 
-        for key, tensor in {id(tensor): tensor for tensor in call.inputs}.items():
+        for key, tensor in call.inputs.items():
             for seen in with_base(tensor):
                 seen.register_hook(partial(arrived, key))
 
@@ -260,13 +260,19 @@ class Hooks:
         def on_reached(_: Tensor) -> None:
             self._schedule.pre_backward(unit, call)
 
-        outputs = [leaf for leaf in leaves if _wants_grad(leaf) and not leaf.is_leaf]
+        outputs: list[Tensor] = []
+        hidden: str | None = None
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.requires_grad and not leaf.is_leaf:
+                    outputs.append(leaf)
+            elif hidden is None and not isinstance(leaf, PLAIN):
+                hidden = type(leaf).__name__
         outputs += [tensor for tensor, node in call.tensor_args if tensor.grad_fn is not node]
         for tensor in outputs:
             for seen in with_base(tensor):
                 if seen.grad_fn not in call.prior_nodes:
                     seen.register_hook(on_reached)
-        hidden = next((type(x).__name__ for x in leaves if not isinstance(x, PLAIN)), None)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
             self._schedule.keep_unsharded(unit, reason)
@@ -304,7 +310,3 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
             placement = placement_of(parameter)
             dtype = bucket_of(placement).orig_dtypes[placement.index]
             state_dict[prefix + name] = value.full_view("state_dict", dtype)
-
-
-def _wants_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad

@@ -403,14 +403,12 @@ class CollectiveOrder:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
         one = self._pass
         assert one is not None
-        while one.cursor < stop and (event := one.take_next()) is not None:
-            self._issue(one, event, is_kept=is_needed and one.cursor == stop)
+        while one.cursor < stop and (event := one.issue_next()) is not None:
+            self._issue(event, is_kept=is_needed and one.cursor == stop)
 
-    def _issue(self, one: Pass | None, event: int, *, is_kept: bool = False) -> None:
-        """Issues an event of pass `one`."""
+    def _issue(self, event: int, *, is_kept: bool = False) -> None:
+        """Issues an event, which the pass has logged."""
         self.is_issuing = True
-        if one is not None:
-            one.issue(event)
         if event < self._num_units:
             self._issuer.issue_unshard(event, is_kept=is_kept)
         elif event > self._backward_event:
@@ -428,9 +426,13 @@ class CollectiveOrder:
             if is_backward and self._backward_event not in one.log:
                 one.issue(self._backward_event)  # where all ranks have begun backward
             while len(one.reduced) < min(num_ready, len(one.reduction_order)):
-                self._issue(one, self._first_reduction + one.reduction_order[len(one.reduced)])
+                event = self._first_reduction + one.reduction_order[len(one.reduced)]
+                one.issue(event)
+                self._issue(event)
         if is_unit:
-            self._issue(one, request.number, is_kept=is_kept)
+            if one is not None:
+                one.issue(request.number)
+            self._issue(request.number, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
 

@@ -101,12 +101,13 @@ class Pass:
         """This rank uses `unit`."""
         self.used[unit + self.num_units * self.in_backward] = 1
 
-    def take_next(self) -> int | None:
-        """Moves past the next event of the schedule, and returns it."""
+    def issue_next(self) -> int | None:
+        """Moves past the next event of the schedule, which is issued now, and returns it."""
         schedule, index = self.schedule, self.cursor
         if schedule is None or index >= len(schedule):
             return None
         self.cursor = index + 1
+        self.issue(schedule[index])
         return schedule[index]
 
     def issue(self, event: int) -> None:

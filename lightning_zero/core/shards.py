@@ -86,6 +86,7 @@ class Shards:
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
+        self._views: tuple[ShardStore, list[Tensor]] | None = None  # see `sharded_views`
         # Watches `own_slice` since it was last rounded from an offloaded master.
         self._detector: WriteDetector | None = None
 
@@ -166,9 +167,14 @@ class Shards:
 
     def sharded_views(self) -> list[Tensor]:
         """Sharded parameter views, by slot: 1-D slices of the master; empty if it is in a file."""
-        if isinstance(self.master_or_param, MemoryShardStore):
-            return self.layout.split(self.master_or_param.tensor)
-        return [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.plan.layout.slots]
+        store = self.master or self.param_shard
+        if self._views is None or self._views[0] is not store:
+            if isinstance(store, MemoryShardStore):
+                views = self.layout.split(store.tensor)
+            else:
+                views = [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.layout.ranges]
+            self._views = store, views
+        return self._views[1]
 
     def master_view(self, index: int) -> Tensor:
         """Slot `index` in full precision: 1-D, own elements; a view, or a LazyTensor of a file."""
@@ -204,7 +210,7 @@ class Shards:
 
     def drop(self) -> None:
         """Drops all shards: the parameters have tensors of their own again. Local."""
-        self.all_gather_input = self.master = None
+        self.all_gather_input = self.master = self._views = None
         self.param_shard = MemoryShardStore(self._unsharded_params.tensor.new_empty(0), Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:
@@ -257,9 +263,11 @@ class Shards:
         parameters. Elements that are still the rounded master leave the master as it is.
         """
         store = self._separate_master
-        if store is None or (self._detector is not None and not self._detector.written()):
+        if store is None:
             return
         own = self.own_slice  # not before: on CUDA, freed memory has no slices
+        if self._detector is not None and not self._detector.written([own]):
+            return
         master = store.fetch(0, own.numel())
         values = own.to(master.device)
         with torch.no_grad():
@@ -299,8 +307,8 @@ class Shards:
         self.num_writes += 1
         store = self._separate_master
         if store is not None and self.storage.is_offloaded(store.tier):
-            self._detector = WriteDetector(lambda: [self.own_slice])
-            self._detector.watch_values()
+            self._detector = WriteDetector()
+            self._detector.watch_values([self.own_slice])
 
     # ---------------------------------------------------------------- optimizer states
 

@@ -6,6 +6,7 @@ core/order.py decides in which order they are unsharded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +24,35 @@ class Call:
     """One forward of a unit.
 
     Args:
-        tensors: Tensor arguments.
+        args: Leaves of the arguments.
 
     Attributes:
         tensor_args: Tensor arguments with the nodes that made them; empty after the forward.
-        inputs: Those of them that have nodes: their gradients show that backward has left the call.
+        inputs: Those of them that have nodes, by id: their gradients show that backward has left
+            the call.
         prior_nodes: Those nodes, and the nodes of the tensors that the arguments are views of.
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        self.tensor_args = [(tensor, tensor.grad_fn) for tensor in tensors]
-        self.inputs = [tensor for tensor, node in self.tensor_args if node is not None]
-        self.prior_nodes = {seen.grad_fn for t in self.inputs for seen in with_base(t)}
-        self._input_keys = frozenset(map(id, self.inputs))
+    def __init__(self, args: Sequence[Any] = ()) -> None:
+        self.tensor_args: list[tuple[Tensor, Any]] = []
+        self.inputs: dict[int, Tensor] = {}
+        self.prior_nodes: set[Any] = set()
+        for tensor in args:
+            if not isinstance(tensor, Tensor):
+                continue
+            node = tensor.grad_fn
+            self.tensor_args.append((tensor, node))
+            if node is not None:
+                self.inputs[id(tensor)] = tensor
+                for seen in with_base(tensor):
+                    self.prior_nodes.add(seen.grad_fn)
+        self._input_keys = frozenset(self.inputs)
         self._awaited = set(self._input_keys)  # since backward entered this call
         self._is_done = False  # backward has left this call
 
     def release_args(self) -> None:
         """Drops the references to the arguments after the forward, so that they can be freed."""
-        self.tensor_args, self.inputs, self.prior_nodes = [], [], set()
+        self.tensor_args, self.inputs, self.prior_nodes = [], {}, set()
 
     def arrive(self, key: int) -> bool:
         """The gradient of an input has arrived, maybe again; returns whether it was the last."""
@@ -78,7 +89,8 @@ class Unit:
         buckets: The buckets whose parameters are sharded.
         numel: Elements of all buckets, padding included.
         unsharded_units: Units of the engine that are unsharded now; all of them share it.
-        is_unsharded: Whether all buckets are unsharded, or their all-gathers are in flight.
+        num_unsharded: Number of buckets that are unsharded, or whose all-gathers are in flight.
+        is_unsharded: Whether all of them are.
         stays_unsharded: Whether the unit stays unsharded until the end of the step: the root, and
             units that are used outside their module's forward.
         num_awaited: Number of forwards whose input gradients have not all arrived in backward.
@@ -99,7 +111,7 @@ class Unit:
         self.module: nn.Module | None = None
         self.unsharded_units = unsharded_units
         self._num_buckets = len(sharded)
-        self._num_unsharded = 0
+        self.num_unsharded = 0
         self.is_unsharded = self._num_buckets == 0
 
     def add(self, bucket: Bucket) -> None:
@@ -114,8 +126,8 @@ class Unit:
 
     def count_bucket(self, is_unsharded: bool) -> None:
         """Counts a bucket that is now unsharded, or no longer."""
-        self._num_unsharded += 1 if is_unsharded else -1
-        self.is_unsharded = self._num_unsharded == self._num_buckets
+        self.num_unsharded += 1 if is_unsharded else -1
+        self.is_unsharded = self.num_unsharded == self._num_buckets
         if self.is_unsharded:
             self.unsharded_units.add(self)
         else:
@@ -127,9 +139,9 @@ class Unit:
 
     # ---------------------------------------------------------------- calls
 
-    def begin_call(self, tensors: Sequence[Tensor]) -> Call:
-        """Begins a forward with these tensor arguments; [] if its backward is not watched."""
-        call = Call(tensors)
+    def begin_call(self, args: Sequence[Any]) -> Call:
+        """Begins a forward with these leaves as arguments; [] if its backward is not watched."""
+        call = Call(args)
         self.calls.append(call)
         self.num_awaited += bool(call.inputs)
         return call
@@ -172,14 +184,20 @@ class Unit:
             if bucket.is_saved_for_backward is not is_retained:
                 bucket.end_graphs(is_retained=is_retained)
 
-    def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a view of unsharded parameters, whose memory `reshard` frees."""
-        return any(bucket.aliases(tensor) for bucket in self.buckets)
+    def is_aliased_by(self, values: Sequence[Any]) -> bool:
+        """Whether one of `values` is a view of unsharded parameters, whose memory is freed."""
+        for value in values:
+            if isinstance(value, Tensor):
+                for bucket in self.buckets:
+                    if bucket.aliases(value):
+                        return True
+        return False
 
     def reshard(self) -> None:
         """Frees the unsharded parameters. Local."""
         for bucket in self.buckets:
-            bucket.reshard()
+            if bucket.is_unsharded:
+                bucket.reshard()
 
 
 class Unsharder:
@@ -257,11 +275,13 @@ class Unsharder:
             ahead += unit.numel
             if unit in unsharded:
                 break  # it may be in use, and be used once more
-            if budget is None and len([one for one in unsharded if not one.stays_unsharded]) > 1:
-                break  # at most one is prefetched
-            if budget is not None and ahead > budget:
-                break
-            if limit is not None and sum([one.numel for one in unsharded]) + unit.numel > limit:
+            num_passing, live = 0, unit.numel
+            for one in unsharded:
+                num_passing += not one.stays_unsharded
+                live += one.numel
+            # Without a budget, at most one is prefetched.
+            is_too_far = num_passing > 1 if budget is None else ahead > budget
+            if is_too_far or (limit is not None and live > limit):
                 break
             order.prefetch()
         if self._reads_files:
@@ -295,11 +315,13 @@ class Unsharder:
         """Reshards all units, including those that were unsharded for other ranks. Local."""
         self._unclaimed.clear()
         for unit in self.units:
-            unit.reshard()
+            if unit.num_unsharded:
+                unit.reshard()
 
     def reset(self) -> None:
         """Forgets the backward in progress, which has ended or never will. Local."""
         self._is_backward = False
         self._unclaimed.clear()
         for unit in self.units:
-            unit.reset_backward()
+            if unit.num_awaited or unit.entered:
+                unit.reset_backward()

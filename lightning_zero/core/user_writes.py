@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,7 +34,7 @@ class UserWrites:
 
     Attributes:
         data_shards: Shards that users have got as `parameter.data`, by slot.
-        watch: `WriteDetector.watch`. `watch_values` is a method of it, too.
+        watch: `WriteDetector.watch` of the parameters; `watch_values`, too.
     """
 
     def __init__(
@@ -52,9 +53,9 @@ class UserWrites:
         self._unsharded_params = unsharded_params
         self._shards = shards
         self._held_views = held_views
-        self._detector = WriteDetector(lambda: parameters)
-        self.watch = self._detector.watch
-        self.watch_values = self._detector.watch_values
+        self._detector = WriteDetector()
+        self.watch = partial(self._detector.watch, parameters)
+        self.watch_values = partial(self._detector.watch_values, parameters)
         # Slots whose `.data` was assigned since the last pass, with the former `.data`.
         self._assigned: dict[int, DetachableShard | None] = {}
 
@@ -113,7 +114,7 @@ class UserWrites:
         if assigned:
             assigned, error = self._sync_assigned(assigned)
         if shards_params:
-            for index in {*assigned, *self._detector.written()}:
+            for index in {*assigned, *self._detector.written(self._parameters)}:
                 if index in assigned:
                     self._detach(index)
                 own, view = self._shards.owned(index), self._unsharded_params.views[index]

@@ -15,7 +15,9 @@ Where a write is detected, values that are still the rounded master leave the ma
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,9 @@ __all__ = [
     "replaced",
     "require_full_shape",
 ]
+
+
+_dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
 
 
 class Fingerprint:
@@ -75,10 +80,7 @@ def _sums(tensor: Tensor) -> Tensor:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors are the same view of the same memory.
-
-    Called for every parameter in every pass, so it must be cheap.
-    """
+    """Whether both tensors are the same view of the same memory."""
     if one.dtype is not other.dtype or one.is_meta:
         return False
     return one.is_set_to(other)
@@ -116,46 +118,41 @@ def require_full_shape(values: Tensor, slot: Slot) -> Tensor:
 
 
 class WriteDetector:
-    """Detects in-place writes to tensors. See [Note: Detecting writes]."""
+    """Detects in-place writes to tensors. See [Note: Detecting writes].
 
-    def __init__(self, tensors: Callable[[], Sequence[Tensor]]) -> None:
-        """Creates a detector that watches nothing yet.
+    Each call gets the tensors, always in the same order; their memory may have been replaced.
+    """
 
-        Args:
-            tensors: Returns the tensors, always in the same order; their memory may be replaced.
-        """
-        self._tensors = tensors
+    def __init__(self) -> None:
         self._versions: list[int] = []  # at `watch`; a write increments them
         self._fingerprints: dict[int, Fingerprint] = {}  # by index, at `watch_values`
 
-    def watch(self) -> None:
+    def watch(self, tensors: Sequence[Tensor]) -> None:
         """Starts to detect writes that increment version counters, and no others."""
-        self._versions = [tensor._version for tensor in self._tensors()]
+        self._versions = list(map(_version_of, tensors))
         self._fingerprints = {}
 
-    def watch_values(self, *indices: int) -> None:
+    def watch_values(self, tensors: Sequence[Tensor], *indices: int) -> None:
         """Starts to detect all writes to the tensors `indices`; without arguments, to all tensors.
 
         Tensors whose values are watched already stay as they are.
         """
-        tensors = self._tensors()
         for index in indices or range(len(tensors)):
             if index not in self._fingerprints:
                 self._fingerprints[index] = _fingerprint_of(tensors[index])
 
-    def written(self) -> list[int]:
+    def written(self, tensors: Sequence[Tensor]) -> list[int]:
         """Indices of the tensors that were written since they were watched, or the last call."""
         found: list[int] = []
         if self._versions:
-            versions = [tensor._version for tensor in self._tensors()]
+            versions = list(map(_version_of, tensors))
             if versions != self._versions:
                 pairs = enumerate(zip(self._versions, versions, strict=True))
                 found = [index for index, (old, new) in pairs if old != new]
                 self._versions = versions
         for index, seen in self._fingerprints.items():
-            tensor = self._tensors()[index]
-            if not seen.matches(data_of(tensor).reshape(-1)):
-                self._fingerprints[index] = _fingerprint_of(tensor)
+            if not seen.matches(data_of(tensors[index]).reshape(-1)):
+                self._fingerprints[index] = _fingerprint_of(tensors[index])
                 found.append(index)
         return found
 
@@ -169,8 +166,13 @@ def _fingerprint_of(tensor: Tensor) -> Fingerprint:
 
 
 def replaced(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> list[int]:
-    """Indices of the parameters whose `.data` is not their view."""
-    if all(map(is_same_memory, parameters, views)):
-        return []
+    """Indices of the parameters whose `.data` is not their view.
+
+    Called for every bucket in every pass, so it is cheap where there are none.
+    """
+    if list(map(_dtype_of, parameters)) == list(map(_dtype_of, views)):
+        with suppress(NotImplementedError):  # a tensor without memory
+            if all(map(Tensor.is_set_to, parameters, views)):
+                return []
     pairs = enumerate(zip(parameters, views, strict=True))
     return [index for index, pair in pairs if not is_same_memory(*pair)]

@@ -109,12 +109,19 @@ class Waits:
         return threading.get_ident() in self._announced
 
     @contextmanager
-    def announced(self, wait: Wait) -> Iterator[None]:
+    def announced(
+        self, wait: Wait, on_error: Callable[[RuntimeError], object] | None = None
+    ) -> Iterator[None]:
+        """Context of a wait of this thread; `on_error` may raise another error than it is given."""
         thread = threading.get_ident()
         outer = self._announced.get(thread)
         self._announced[thread] = wait
         try:
             yield
+        except RuntimeError as error:
+            if on_error is not None:
+                on_error(error)
+            raise
         finally:
             if outer is None:
                 self._announced.pop(thread, None)

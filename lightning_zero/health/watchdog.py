@@ -28,8 +28,8 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -229,7 +229,6 @@ class Watchdog:
         describe = self._status_source() if self._status_source is not None else None
         return describe() if describe is not None else ""
 
-    @contextmanager
     def waiting(
         self,
         name: str,
@@ -237,7 +236,7 @@ class Watchdog:
         is_engine_group: bool = True,
         is_data_transfer: bool = False,
         is_one_way: bool = False,
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Context in which this thread waits for other ranks. See `Wait`.
 
         Raises:
@@ -247,18 +246,19 @@ class Watchdog:
         if self._death is not None or self._aborts:
             self.raise_if_failed()
         wait = Wait(name, time.monotonic(), is_engine_group, is_data_transfer, is_one_way)
-        with self._waits.announced(wait):
-            try:
-                yield
-            except (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError):
-                raise
-            except RuntimeError as error:
-                if _may_be_transport_error(error):  # it may arrive before the report of its cause
-                    self.wait_for_failure()
-                    self.raise_if_failed(error)
-                    raise self._desync_error(name, error) from error
-                self.raise_if_failed(error)
-                raise  # an error of this rank alone, such as one of pickling
+        return self._waits.announced(wait, partial(self._raise_cause, name))
+
+    def _raise_cause(self, name: str, error: RuntimeError) -> None:
+        """Raises the cause of a failed wait for `name`, if it is not `error` itself."""
+        if isinstance(error, (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError)):
+            return
+        may_be_transport = _may_be_transport_error(error)
+        if may_be_transport:  # it may arrive before the report of its cause
+            self.wait_for_failure()
+        self.raise_if_failed(error)
+        if may_be_transport:
+            raise self._desync_error(name, error) from error
+        # else an error of this rank alone, such as one of pickling
 
     def _desync_error(self, name: str, error: RuntimeError) -> DesynchronizedError:
         return DesynchronizedError(

@@ -179,7 +179,7 @@ class ShardLayout:
         """Range of the flat space, with padding."""
         return range(self.layout.numel) if self.is_replicated else self.layout.shard(self.rank)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return len(self.in_flat)
 

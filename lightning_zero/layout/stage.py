@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 __all__ = ["STAGES", "Stage", "State"]
 
@@ -36,7 +37,7 @@ class Stage:
         """Whether parameters are sharded: unsharded before each use, resharded after it."""
         return State.PARAM in self.shards
 
-    @property
+    @cached_property
     def all_gathers_after_step(self) -> bool:
         """Whether each rank steps its shard only, and updated parameters are then all-gathered."""
         return State.OPTIM in self.shards and State.PARAM not in self.shards

@@ -74,7 +74,7 @@ class Chunk:
 def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
     """Chunks that contain elements of `slots`; one chunk if all tensors are in memory."""
     files = _files_of(bucket)
-    numel = bucket.shards.ensure_master().numel
+    numel = bucket.shards.layout.numel
     step = numel
     if files:
         itemsize = sum(store.dtype.itemsize for store in files.values())
@@ -159,6 +159,7 @@ class ChunkStep:
         self.bucket_step = bucket_step
         self.chunk = chunk
         self._shards = bucket_step.bucket.shards
+        self._store = self._shards.ensure_master()
         self._name = bucket_step.bucket.plan.name
         self._state = raw_states(bucket_step.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # tensors of files in a buffer, by name
@@ -170,7 +171,7 @@ class ChunkStep:
         """Starts to copy main parameters in other memory to the device of the step."""
         if MASTER in self.chunk.files:
             return
-        stored = self._shards.ensure_master().fetch(self.chunk.start, self.chunk.stop)
+        stored = self._store.fetch(self.chunk.start, self.chunk.stop)
         device, copy_span = self.bucket_step.device, self._shards.storage.recorder.copy_span
         with copy_span(self._name, stored.nbytes, stored.device, device):
             self._master = stored.to(device, non_blocking=True)  # pinned, if on the CPU
@@ -183,15 +184,17 @@ class ChunkStep:
         Args:
             views: Buffers of the files; see `Chunk.tensors`.
         """
-        self._memory = self.chunk.tensors(views)
-        if MASTER in self._memory:
-            self._master = self._memory[MASTER]
+        if self.chunk.files:
+            self._memory = self.chunk.tensors(views)
+            self._master = self._memory.get(MASTER, self._master)
         if self._arrival is not None:
             self._arrival.synchronize()
         layout, chunk = self._shards.layout, self.chunk
+        is_all = chunk.stop - chunk.start == self._store.numel
         for index in self.bucket_step.grads:
-            part = layout.within(index, chunk.start, chunk.stop)
-            if part or (chunk.start == 0 and not layout.ranges[index]):
+            own = layout.ranges[index]
+            part = own if is_all else layout.within(index, chunk.start, chunk.stop)
+            if part or (chunk.start == 0 and not own):
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
@@ -199,10 +202,15 @@ class ChunkStep:
         """Writes stepped values and states to their stores."""
         assert self._master is not None
         for index, (part, stepped) in self._slices.items():
-            self._store_state(index, part, stepped)
+            parameter, state = stepped.parameter, stepped.state
+            if self.bucket_step.is_in_chunks:
+                self._store_chunk_of_state(index, part, stepped)
+            elif state and self._state.get(parameter) is not state:  # it is new
+                self._state[parameter] = state
+                check_sliced_states(self.bucket_step.clone.optimizer, parameter)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
-            storage.upload(self._master, shards.ensure_master(), start, self._name)
+            storage.upload(self._master, self._store, start, self._name)
         if shards.has_own_master:
             if PARAM in self._memory:
                 self._memory[PARAM].copy_(self._master)
@@ -241,13 +249,8 @@ class ChunkStep:
             return value[part.start - own.start : part.stop - own.start]
         return copy.deepcopy(value)
 
-    def _store_state(self, index: int, part: range, stepped: Slice) -> None:
+    def _store_chunk_of_state(self, index: int, part: range, stepped: Slice) -> None:
         parameter = stepped.parameter
-        if not self.bucket_step.is_in_chunks:
-            if stepped.state and self._state.get(parameter) is not stepped.state:  # it is new
-                self._state[parameter] = stepped.state
-                check_sliced_states(self.bucket_step.clone.optimizer, parameter)
-            return
         shards, start = self._shards, self.chunk.start
         own = shards.layout.ranges[index]
         new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files

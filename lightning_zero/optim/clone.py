@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.tensors.guarded import attributes_of
+from lightning_zero.tensors.guarded import ENGINE_ATTRIBUTES, attributes_of
 
 __all__ = [
     "OptimizerClone",
@@ -143,20 +143,9 @@ class Slice:
     grad: Tensor
     state: dict[str, Any]
 
-    def stand_in(self) -> nn.Parameter:
-        """A parameter with these values and this gradient. See [Note: Stand-ins]."""
-        stand_in = nn.Parameter(self.data)
-        if len(self.parameter.__dict__) > 1:  # it has attributes set by the user
-            stand_in.__dict__.update(attributes_of(self.parameter))
-        stand_in.grad_dtype = None  # gradients may have another dtype
-        stand_in.grad = self.grad
-        return stand_in
-
-    def finish_step(self, stand_in: nn.Parameter, state: dict[str, Any]) -> None:
-        """Takes the state after the step of `stand_in`, and values that are not in place."""
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """Sets another state, after the step."""
         self.state = state
-        if stand_in.data_ptr() != self.data.data_ptr():  # `p.data = p.data - update`
-            self.data.copy_(stand_in.data)
 
 
 class OptimizerClone:
@@ -189,11 +178,21 @@ class OptimizerClone:
         all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
         groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
         copy = copy_of(self.optimizer, groups, attributes)
-        stand_ins = [part.stand_in() for part in slices]
-        for part, stand_in in zip(slices, stand_ins, strict=True):
+        stand_ins: list[nn.Parameter] = []
+        for part in slices:
+            stand_in = nn.Parameter(part.data)
+            if not part.parameter.__dict__.keys() <= ENGINE_ATTRIBUTES:
+                stand_in.__dict__.update(attributes_of(part.parameter))
+            stand_in.grad_dtype = None  # gradients may have another dtype
+            stand_in.grad = part.grad
+            stand_ins.append(stand_in)
             if part.state:
                 copy.state[stand_in] = part.state
             groups[self.group_of[part.parameter]]["params"].append(stand_in)
         raw_step(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
-            part.finish_step(stand_in, copy.state.get(stand_in, {}))
+            state = copy.state.get(stand_in, {})
+            if state is not part.state:
+                part.replace_state(state)
+            if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
+                part.data.copy_(stand_in.data)

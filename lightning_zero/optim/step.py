@@ -305,10 +305,11 @@ class OptimizerStep:
         if self._reducer.guard.skips_step:
             return self._begin_skip(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
+            with_grad = {parameter for parameter in members if parameter.grad is not None}
             self._stepping = [
                 bucket
                 for bucket in self._reducer.step_order()
-                if any(p.grad is not None and p in members for p in bucket.parameters)
+                if not with_grad.isdisjoint(bucket.parameters)
             ]
         self._is_inside = True
         if self._kind is StepKind.BY_BUCKET:
@@ -322,8 +323,9 @@ class OptimizerStep:
             finally:
                 self._is_inside_bucket = False
             with torch._C.DisableTorchFunctionSubclass():
-                for parameter in (p for bucket in self._stepping for p in bucket.parameters):
-                    parameter.grad = None  # so that the step function does nothing
+                for bucket in self._stepping:
+                    for parameter in bucket.parameters:
+                        parameter.grad = None  # so that the step function does nothing
         else:
             for bucket in self._stepping:
                 bucket.enter_step()

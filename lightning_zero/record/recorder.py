@@ -59,7 +59,8 @@ class OpenSpan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        if self.on_end is not None:
+            self.end()
 
 
 # Stands for all spans while nothing is recorded.
@@ -250,9 +251,10 @@ class Recorder:
         `wait` of the result begins the span of the wait, and ends the collective's span.
         """
         with record_function(f"zero::{kind.value} {name}"):
+            if not self.is_on:
+                return issue(*args)
             span = self.span(kind, name, nbytes)
-            pending = issue(*args)
-        return pending if span is _OFF else _Watched(pending, span, self)
+            return _Watched(issue(*args), span, self)
 
     def mark(self) -> Mark | None:
         """Returns a mark of this moment, on the current stream if there is one; None while off."""

@@ -58,8 +58,8 @@ class FlatBuffer:
         self.views: list[Tensor] = [
             memory[slot.start : slot.stop].view(slot.shape) for slot in self.layout.slots
         ]
-        self._gaps = [memory[gap.start : gap.stop] for gap in self.layout.gaps]
-        self._zero_gaps()
+        # Padding is zero: sums over the full buffer (norms, reductions) include it.
+        self._gaps = [memory[gap.start : gap.stop].zero_() for gap in self.layout.gaps]
         self._nbytes = memory.untyped_storage().nbytes()
         self._spare: UntypedStorage | None = None  # swapped with the storage while that is freed
         setattr(memory.untyped_storage(), _MARK, True)
@@ -74,7 +74,8 @@ class FlatBuffer:
             return
         refill(self.tensor.untyped_storage(), self._nbytes, self._spare)
         self.is_allocated = True
-        self._zero_gaps()
+        for gap in self._gaps:
+            gap.zero_()
 
     def free(self) -> None:
         """Frees the memory under the views, which are unusable until the next `allocate`.
@@ -110,11 +111,6 @@ class FlatBuffer:
         """Shard of `rank`, a 1-D view."""
         owned = self.layout.shard(rank)
         return self.tensor[owned.start : owned.stop]
-
-    def _zero_gaps(self) -> None:
-        # Sums over the full buffer (norms, reductions) include the padding.
-        for gap in self._gaps:
-            gap.zero_()
 
 
 def is_flat_buffer_view(tensor: Tensor) -> bool:
@@ -168,13 +164,15 @@ class ScratchPool:
 
     def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized 1-D tensor of `numel` elements, until `release`."""
-        nbytes = numel * dtype.itemsize
-        fitting = [t for t in self._spare if t.untyped_storage().nbytes() >= nbytes]
-        if not fitting:
+        nbytes, chosen, smallest = numel * dtype.itemsize, None, math.inf
+        for index, spare in enumerate(self._spare):
+            size = spare.untyped_storage().nbytes()
+            if nbytes <= size < smallest:
+                chosen, smallest = index, size
+        if chosen is None:
             return self._allocate(numel, dtype)
-        chosen = min(fitting, key=lambda t: t.untyped_storage().nbytes())
-        self._spare = [t for t in self._spare if t is not chosen]
-        return self._empty(0, dtype).set_(chosen.untyped_storage(), 0, (numel,), (1,))
+        storage = self._spare.pop(chosen).untyped_storage()
+        return self._empty(0, dtype).set_(storage, 0, (numel,), (1,))
 
     def release(self, tensor: Tensor) -> None:
         """Returns a tensor of `acquire` to the pool."""

@@ -39,6 +39,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "BetweenStepsError",
+    "ENGINE_ATTRIBUTES",
     "GuardedParameter",
     "ParameterHolder",
     "Placement",
@@ -54,7 +55,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_zero_placement"
-_OURS = (_ATTRIBUTE, "__deepcopy__", "__reduce_ex__")
+ENGINE_ATTRIBUTES = frozenset({_ATTRIBUTE, "__deepcopy__", "__reduce_ex__"})  # of a parameter
 
 
 class BetweenStepsError(RuntimeError):
@@ -169,7 +170,8 @@ def _ensure_unsharded(placement: Placement) -> None:
 
 def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
     """Attributes that a user has set on `parameter`, such as flags for an optimizer."""
-    return {key: value for key, value in parameter.__dict__.items() if key not in _OURS}
+    own = parameter.__dict__
+    return {key: own[key] for key in own if key not in ENGINE_ATTRIBUTES}
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -265,7 +267,7 @@ def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
     """Links `parameter` to a bucket; None removes the link."""
-    for key in _OURS:
+    for key in ENGINE_ATTRIBUTES:
         parameter.__dict__.pop(key, None)
     if placement is not None:
         parameter.__dict__[_ATTRIBUTE] = placement

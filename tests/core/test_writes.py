@@ -1,11 +1,12 @@
-"""A fingerprint detects writes to any element, at any offset."""
+"""A fingerprint detects writes to any element, at any offset; other `.data` is detected, too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_zero.core.writes import Fingerprint
+from lightning_zero.core.writes import Fingerprint, replaced
 
 
 def _values(numel, offset, dtype):
@@ -48,3 +49,19 @@ def test_a_fingerprint_takes_a_few_calls_whatever_the_size(numel):
     names = [event.name for event in profiler.events()]
     assert names.count("aten::sum") == 2
     assert len(names) < 60
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda data: data.clone(),
+        lambda data: data.view(torch.int32),  # the same elements of the same memory
+        lambda data: data.double(),
+    ],
+)
+def test_data_that_is_not_the_view_is_detected_whatever_its_dtype(other):
+    views = list(torch.zeros(2, 3))
+    parameters = [nn.Parameter(view, requires_grad=False) for view in views]
+    assert replaced(parameters, views) == []
+    parameters[1].data = other(views[1])
+    assert replaced(parameters, views) == [1]
