@@ -30,7 +30,7 @@ def graph_error(name: str) -> RuntimeError:
 
 
 def unfilled(plan: BucketPlan, local: Mapping[int, Tensor]) -> Unfilled:
-    """The flat gradients of a bucket, for a reduction: `local`, by slot, and zeros elsewhere."""
+    """The flat gradients of a bucket, for a reduction: `local`, by slot, and zeros in the rest."""
 
     def fill(flat: Tensor) -> None:
         views = FlatBuffer(plan.layout, flat.dtype, flat.device, memory=flat).views

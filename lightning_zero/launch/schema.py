@@ -59,12 +59,12 @@ class _NameWithHint(str):
     The misspelt key is not known here, so it is looked for in this process's command line.
     """
 
-    settings: Sequence[str]
-
     def __new__(cls, name: str, settings: Sequence[str]) -> _NameWithHint:
-        made = super().__new__(cls, name)
-        made.settings = settings
-        return made
+        return super().__new__(cls, name)
+
+    def __init__(self, name: str, settings: Sequence[str]) -> None:
+        super().__init__()
+        self.settings = settings
 
     def __str__(self) -> str:
         hints = [f"did you mean {name}?" for name in self._near()]

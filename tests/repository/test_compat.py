@@ -120,7 +120,11 @@ ATTRIBUTES = {
         "_construct_storage_from_data_pointer": POINTER,
         "_set_throw_on_mutable_data_ptr": POINTER,
     },
-    "torch": {"_C": "the names of torch._C", "_foreach_mul_": "clipping by norm"},
+    "torch": {
+        "_C": "the names of torch._C",
+        "_foreach_copy_": "gradients of a bucket into one flat tensor",
+        "_foreach_mul_": "clipping by norm",
+    },
     "torch.autograd": {"_unsafe_preserve_version_counter": "all-gathers into saved tensors"},
     "torch.nn.modules": {
         "batchnorm._NormBase": "modules that keep float32",

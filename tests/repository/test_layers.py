@@ -228,6 +228,7 @@ strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
 strategy.strategy launcher.procs
 strategy.strategy self._checkpoint_io.checkpoint_io
+strategy.tracebacks sys.excepthook
 tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning
 

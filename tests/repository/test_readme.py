@@ -50,7 +50,7 @@ RUN_ON_SLURM = {
     "trainer.devices=2 hydra.launcher.tasks_per_node=2",
 }
 # Composed here; test_examples.py and tests/observe/test_wandb_run.py train with such ones.
-PRINTED = "/home/me/outputs/train/runs/2026-11-23_10-00-00/checkpoints/step_000900.ckpt"
+PRINTED = "/home/me/outputs/train/runs/2026-11-23_10-00-00/checkpoints/step_000800.ckpt"
 COMPOSED = {
     "python examples/train.py trainer.max_epochs=1 trainer.limit_train_batches=200 "
     "trainer.accumulate_grad_batches=4",
