@@ -1,8 +1,9 @@
 """Callbacks for any Trainer whose strategy is a `ZeroStrategy`."""
 
+from lightning_zero.engine.fingerprints import AuditError
 from lightning_zero.observe.audit import Audit
 from lightning_zero.observe.monitor import ZeroMonitor
 from lightning_zero.observe.progress import ProgressLines
 from lightning_zero.observe.report import MemoryTable
 
-__all__ = ["Audit", "MemoryTable", "ProgressLines", "ZeroMonitor"]
+__all__ = ["Audit", "AuditError", "MemoryTable", "ProgressLines", "ZeroMonitor"]

@@ -129,7 +129,7 @@ def _measure_disk(path: Path, nbytes: int, seconds: float) -> DiskReport:
             f"a file of {nbytes} bytes would fill {path}, where {free_bytes(path)} bytes are free; "
             f"measure with at most {int((1 - _MIN_FREE) * free_bytes(path))}"
         )
-    _log(f"writing files of {nbytes / _GB:.1f} GB")
+    _log(f"writing files of {nbytes / 2**30:.1f} GiB")
     settings, sweep = _sweep(path, nbytes, seconds)
     with _opened(path, nbytes, settings) as (store, file):
         _log("reading, writing and both")

@@ -329,7 +329,7 @@ def _add_trace(subparsers: _Subparsers) -> None:
         help="show compute, communication and waits of a step",
         description="Merges the recordings of all ranks of a step, made by the callback "
         "ZeroMonitor(trace_steps=[10]), into a trace for Perfetto (ui.perfetto.dev) or "
-        "chrome://tracing and a plot. Prints how much communication was hidden behind compute.",
+        "chrome://tracing and a plot. Prints how much communication was overlapped with compute.",
         allow_abbrev=False,
     ).add_argument
     add("run_directory", metavar="RUN", type=Path, help="directory of the run")

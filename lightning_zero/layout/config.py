@@ -178,11 +178,11 @@ class ZeroConfig:
             ranks. "node": the ranks that the launcher starts on a node, so that only gradient
             shards cross the links between nodes. None: all ranks. Stages 1 to 3.
         on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
-            infinity in a gradient. All ranks name its rank, parameter and micro-batch, and then
-            take the step ("warn"), raise an error before it ("stop"), or leave it out ("skip").
-            None: gradients are not looked at. All stages.
+            infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
+            taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
+            or left out ("skip"). None: gradients are not looked at. All stages.
         max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
-            With `on_nonfinite="skip"`.
+            Needs `on_nonfinite="skip"`.
 
     Raises:
         ValueError: A value is out of range, or an option does not apply in this stage.
@@ -224,6 +224,11 @@ class ZeroConfig:
                     f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
                     f"{need.remedy}, or leave {name} out."
                 )
+        if self.max_skips != _DEFAULTS["max_skips"] and self.on_nonfinite != "skip":
+            raise ValueError(
+                f'max_skips needs on_nonfinite="skip", got {self.on_nonfinite!r}, with which no '
+                'step is skipped; use on_nonfinite="skip", or leave max_skips out.'
+            )
 
     def group_size(self, *, local_world_size: int) -> int | None:
         """Ranks of a shard group; None: all ranks.

@@ -168,12 +168,12 @@ class ZeroStrategy(EngineStrategy):
             "node": the ranks that the launcher starts on a node, so that only gradient shards cross
             the links between nodes. None: all ranks. Stages 1 to 3.
         on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
-            infinity in a gradient. All ranks name its rank, parameter and micro-batch, and then
-            take the step ("warn"), raise an error before it ("stop"), or leave it out ("skip").
-            None: gradients are not looked at. All stages. With the Trainer's precision "16-mixed"
-            the loss scaler decides about the step, and all but None only warn.
+            infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
+            taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
+            or left out ("skip"). None: gradients are not looked at. All stages. With the Trainer's
+            precision "16-mixed" the loss scaler decides about the step, and all but None only warn.
         max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
-            With `on_nonfinite="skip"`.
+            Needs `on_nonfinite="skip"`.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more

@@ -472,3 +472,5 @@ def test_unknown_reactions_are_refused():
         ZeroConfig(on_nonfinite="raise")
     with pytest.raises(ValueError, match="max_skips"):
         ZeroConfig(max_skips=-1)
+    with pytest.raises(ValueError, match="max_skips needs on_nonfinite=\"skip\", got 'warn'"):
+        ZeroConfig(max_skips=3)
