@@ -77,10 +77,8 @@ def _bytes(rank, world_size, stage, size):
             if seed == 0:
                 engine.zero_grad()
     report = engine.memory_report()
-    axes = engine.comm._axes
-    ranks = [dist.get_process_group_ranks(axes.shard)]
-    if axes.replica is not None:
-        ranks.append(dist.get_process_group_ranks(axes.replica))
+    backends = (engine.comm._backend, engine.comm._replicas)
+    ranks = [dist.get_process_group_ranks(one._group) for one in backends if one is not None]
     found = {
         "between": between,
         "rest": {state: report.state_bytes(state) for state in State},
