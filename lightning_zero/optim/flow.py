@@ -18,7 +18,8 @@ shows which parameters depend on it. Values that leave torch (`numpy()`) make th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -182,6 +183,7 @@ class Flow(TorchDispatchMode):
         self._known: dict[StorageWeakRef, _Labels] = {}  # by storage; dead ones are purged
         self._num_ops = self._num_read = self._num_entered = 0
         self._exits: _ExitDetector | None = None  # only while entered: they refer to each other
+        self._is_paused = False
 
     def __enter__(self) -> Flow:
         self._num_entered += 1
@@ -195,6 +197,15 @@ class Flow(TorchDispatchMode):
         exits, self._exits = self._exits, None
         assert exits is not None
         exits.__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Does not trace inside: for comparisons of the probe, which are not the optimizer's."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     # ---------------------------------------------------------------- labels
 
@@ -240,6 +251,8 @@ class Flow(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the operations of its inner tensors arrive here
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         self._num_ops += 1
         if self._num_ops % _NUM_OPS_PER_PURGE == 0:
             self._known = {r: labels for r, labels in self._known.items() if not r.expired()}

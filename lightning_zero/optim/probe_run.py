@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,7 +218,9 @@ class ProbeRun:
 
         def closure() -> Tensor:
             calls.append(None)
-            if len(calls) > 1 or not torch.equal(before, self.values()):
+            with nullcontext() if self._flow is None else self._flow.paused():
+                is_unchanged = torch.equal(before, self.values())
+            if len(calls) > 1 or not is_unchanged:
                 self.is_closure_first = False
             loss = torch.ones((), device=self._device)
             if self._flow is not None:
