@@ -35,8 +35,13 @@ from lightning_zero.comm.backends import (
     backend_for,
 )
 from lightning_zero.comm.control import Channel, GlooControlPlane
-from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
-from lightning_zero.health.world import disconnect_groups, has_world, world_size
+from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.health.world import (
+    disconnect_groups,
+    has_world,
+    next_watchdog_name,
+    world_size,
+)
 from lightning_zero.layout.config import WaitLimits
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams

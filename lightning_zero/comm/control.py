@@ -30,9 +30,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.health.together import PeerFailedError
-from lightning_zero.health.watchdog import DesynchronizedError, Watchdog, end_at_exit
-from lightning_zero.health.world import disconnect_groups, has_world
+from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.health.world import disconnect_groups, end_at_exit, has_world
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
-from lightning_zero.health.watchdog import DESYNC_HINT
+from lightning_zero.health.failures import DESYNC_HINT
 
 __all__ = ["LocalState", "Request", "RequestKind", "RoundClient", "Tally", "Vote", "called_from"]
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
 from lightning_zero.core.schedule import Schedule, TrainingState
-from lightning_zero.health.watchdog import DesynchronizedError
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["Lockstep"]

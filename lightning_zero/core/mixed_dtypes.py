@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.health.watchdog import DesynchronizedError
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.layout.keep_float32 import CAST_LAYERS
 from lightning_zero.layout.names import saved_name
 

@@ -2,8 +2,10 @@
 
     world         the default process group: its store, size and end; disconnecting groups
     together      `run_on_all_ranks`: work that fails on all ranks if it fails on one
+    failures      what a failure of a rank is, and the errors that tell of it
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store
+    regroup       how the ranks agree whether to continue after a failure
     reports       status of every rank, reported after a long wait
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank raises an

@@ -27,17 +27,24 @@ import torch.distributed as dist
 from lightning_zero.health.world import server_of
 
 __all__ = [
+    "REACHED_END",
     "Heartbeats",
     "HostedStore",
     "Peer",
     "PeerExit",
     "Peers",
+    "ScriptEnds",
     "StoreLog",
     "describe_exit",
     "log_unreadable",
+    "poll_interval_s",
     "connect_to_store",
 ]
 
+REACHED_END = "reached the end of its script"
+_POLL_S = 0.25
+_MAX_POLL_S = 1.0  # a failure must be known within 10 s, whatever the number of ranks
+_FULL_RATE_RANKS = 64  # more ranks poll less often: one process answers the requests of all
 _FIND_PEERS_S = 120.0  # from the start: all ranks announce themselves in this time
 _RANK_0_TIMEOUT_S = 3.0  # wait for rank 0 to announce itself
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
@@ -48,6 +55,11 @@ _BEATS = 4  # beats in the time after which a silent rank is lost
 
 _log = logging.getLogger(__name__)
 _Request = tuple["Future[Any]", str, tuple[Any, ...]]
+
+
+def poll_interval_s(size: int) -> float:
+    """Returns the seconds between two looks of each rank into the store of `size` ranks."""
+    return min(_POLL_S * max(1.0, size / _FULL_RATE_RANKS), _MAX_POLL_S)
 
 
 def describe_exit(code: int) -> str:
@@ -239,6 +251,41 @@ def _decode(line: bytes) -> str:
 def log_unreadable(line: str) -> None:
     """Logs that a line of the store is skipped, because no rank of this program has written it."""
     _log.warning("a line in the ranks' store is not readable and is skipped: %.200r", line)
+
+
+class ScriptEnds:
+    """How the scripts of the ranks have ended: in a log of all runs of these processes.
+
+    Attributes:
+        by_rank: Clauses without a subject, such as "raised ValueError: no data".
+    """
+
+    def __init__(self) -> None:
+        self.by_rank: dict[int, str] = {}
+        self._log = StoreLog("lightning_zero/exits")
+
+    def append(self, store: Any, rank: int, end: str) -> None:
+        """Appends the end of `rank` to the log, and reads the log up to it."""
+        self._take(self._log.append(store, f"{rank} {end}"))
+
+    def read(self, store: Any) -> None:
+        """Reads what is new in the log."""
+        self._take(self._log.read(store))
+
+    def with_exit(self, rank: int, how: str | None) -> str:
+        """The end of `rank`, whose process has ended as `how` describes; None: it is not known."""
+        end = self.by_rank.get(rank)
+        if end is None or (end == REACHED_END and how not in (None, describe_exit(0))):
+            end = self.by_rank[rank] = how or "has died"
+        return end
+
+    def _take(self, lines: Iterator[str]) -> None:
+        for line in lines:
+            rank, _, end = line.partition(" ")
+            if rank.isdecimal():
+                self.by_rank.setdefault(int(rank), end)
+            else:
+                log_unreadable(line)
 
 
 class Heartbeats:

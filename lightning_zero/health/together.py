@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_zero.health.watchdog import DesynchronizedError, summary
+from lightning_zero.health.failures import DesynchronizedError, summary
 
 __all__ = ["Gather", "PeerFailedError", "failing_together", "run_on_all_ranks"]
 

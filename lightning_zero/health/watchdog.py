@@ -18,7 +18,6 @@ fails, and the error names the cause.
 
 from __future__ import annotations
 
-import atexit
 import json
 import logging
 import os
@@ -26,11 +25,9 @@ import queue
 import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -38,33 +35,34 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_zero.health.failures import (
+    DesynchronizedError,
+    PeerAbortedError,
+    RankFailure,
+    desync_error,
+    is_transport_error,
+    may_be_transport_error,
+    print_now,
+    summary,
+)
 from lightning_zero.health.peers import (
+    REACHED_END,
     Heartbeats,
     HostedStore,
     Peers,
+    ScriptEnds,
     StoreLog,
     connect_to_store,
-    describe_exit,
     log_unreadable,
+    poll_interval_s,
 )
-from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits, is_collective_call
-from lightning_zero.health.world import disconnect_groups, disconnect_store, world_size
+from lightning_zero.health.regroup import Regroup
+from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits
+from lightning_zero.health.world import disconnect_groups, disconnect_store, end_at_exit
 from lightning_zero.layout.config import WaitLimits
 
-__all__ = [
-    "DESYNC_HINT",
-    "PeerAbortedError",
-    "DesynchronizedError",
-    "RankFailure",
-    "Watchdog",
-    "end_at_exit",
-    "next_watchdog_name",
-    "summary",
-]
+__all__ = ["Watchdog"]
 
-_POLL_S = 0.25
-_MAX_POLL_S = 1.0  # a failure must be known within 10 s, whatever the number of ranks
-_FULL_RATE_RANKS = 64  # more ranks poll less often: one process answers the requests of all
 _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
 _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
@@ -73,39 +71,9 @@ _SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; other
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
 _STORE_SETTLE_S = 3.0  # from a failure until the store is disconnected, too
 _LAST_RESORT_S = 5.0  # from a failure until a process that nothing has woken exits
-_REACHED_END = "reached the end of its script"
-_ALL_CAME, _LOST = "together", "lost"  # outcomes of a regroup
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-
-
-DESYNC_HINT = (  # the last line of errors about desynchronized ranks
-    "To read parameters on some ranks only, enter `with lightning_zero.gathered(module):` on every "
-    "rank; to run forwards without gradients on some ranks only, enter "
-    "`with lightning_zero.uneven_calls(module):` on every rank."
-)
-
-
-def poll_interval_s(size: int) -> float:
-    """Returns the seconds between two looks of each rank into the store of `size` ranks."""
-    return min(_POLL_S * max(1.0, size / _FULL_RATE_RANKS), _MAX_POLL_S)
-
-
-class DesynchronizedError(RuntimeError):
-    """The ranks are desynchronized: they issued different operations, or one of them failed."""
-
-
-class PeerAbortedError(DesynchronizedError):
-    """Another rank raised an exception or has died; the text names the rank and the cause."""
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """Reason why the ranks cannot continue together."""
-
-    rank: int | None  # rank that caused the failure; None: no single rank
-    text: str  # clause with its subject, such as "rank 1 was killed by SIGKILL"
 
 
 class Watchdog:
@@ -168,8 +136,8 @@ class Watchdog:
         self._is_silence_reported = False  # the store's, in the current request
         self._heartbeats: Heartbeats | None = None  # None: silence alone ends nothing
         self._shared_log = StoreLog(f"{self._name}/log")
-        self._exit_log = StoreLog("lightning_zero/exits")  # shared by all runs
-        self._exits: dict[int, str] = {}  # how ranks have ended, by rank
+        self._ends = ScriptEnds()
+        self._regroup = Regroup(self._name, rank, size)
         self._peers: Peers  # set if there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
@@ -252,22 +220,13 @@ class Watchdog:
         """Raises the cause of a failed wait for `name`, if it is not `error` itself."""
         if isinstance(error, (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError)):
             return
-        may_be_transport = _may_be_transport_error(error)
+        may_be_transport = may_be_transport_error(error)
         if may_be_transport:  # it may arrive before the report of its cause
             self.wait_for_failure()
         self.raise_if_failed(error)
         if may_be_transport:
-            raise self._desync_error(name, error) from error
+            raise desync_error(self._rank, name, error) from error
         # else an error of this rank alone, such as one of pickling
-
-    def _desync_error(self, name: str, error: RuntimeError) -> DesynchronizedError:
-        return DesynchronizedError(
-            f"rank {self._rank} waited for {name} without success ({summary(error)}): the call "
-            "itself is wrong, or the other ranks did not reach the same point. Every rank must run "
-            "forward and backward together, with equally many batches. In stage 3 this includes a "
-            "forward that generates a sample or an image: it must not run under `if rank == 0`.\n"
-            f"{DESYNC_HINT}"
-        )
 
     @property
     def is_waiting(self) -> bool:
@@ -278,20 +237,15 @@ class Watchdog:
         """Raises the PeerAbortedError of the current failure, if there is one."""
         failure = self.failure
         if failure is not None:
-            raise self._own_error or PeerAbortedError(self._explain(failure)) from cause
-
-    def _explain(self, failure: RankFailure) -> str:
-        if failure.rank == self._rank:
-            return f"rank {self._rank} has already failed: {failure.text}"
-        return f"rank {self._rank} stops because {failure.text}"
+            raise self._own_error or PeerAbortedError(failure.explain_to(self._rank)) from cause
 
     def explain(self, error: BaseException) -> None:
         """Prints the cause if `error` does not name it, such as a closed connection."""
-        if _is_transport_error(error):
+        if is_transport_error(error):
             self.wait_for_failure()
         failure = self.failure
         if failure is not None and failure.rank != self._rank and failure.text not in str(error):
-            _print_now(self._explain(failure))
+            print_now(failure.explain_to(self._rank))
 
     def wait_for_failure(self, seconds: float = _CONFIRM_S) -> None:
         """Waits for a failure report that may be on its way, after a connection was closed."""
@@ -313,7 +267,7 @@ class Watchdog:
 
     def abort(self, error: BaseException | None) -> None:
         """Ends the other ranks' waits for this rank with an error. Does not wait for them."""
-        if error is not None and _is_transport_error(error):
+        if error is not None and is_transport_error(error):
             self.wait_for_failure()  # another rank is the cause
         if self.failure is not None:
             return
@@ -328,20 +282,25 @@ class Watchdog:
         All ranks may raise the same error; a slower rank must not be stopped before it does.
         """
         is_own = isinstance(error, Exception) and not isinstance(error, DesynchronizedError)
-        if error is None or not is_own or _is_transport_error(error):
+        if error is None or not is_own or is_transport_error(error):
             return
-        key, until = f"{self._name}/raised/{self._epoch}", time.monotonic() + _SAME_ERROR_S
+        until = time.monotonic() + _SAME_ERROR_S
         with self._waits.after_failed_wait():
-            num_raised = self._run_in_thread(partial(self._count, key, 1))
+            num_raised = self._count_raised(1)
             while self.failure is None and num_raised is not None and num_raised < self._size:
                 if time.monotonic() > until:
                     return
                 time.sleep(0.02)
-                num_raised = self._run_in_thread(partial(self._count, key, 0))
+                num_raised = self._count_raised(0)
+
+    def _count_raised(self, num: int) -> int | None:
+        return self._run_in_thread(
+            lambda: self._regroup.count_raised(self._store, self._epoch, num)
+        )
 
     def first_with(self, name: str) -> int | None:
         """Returns the rank that was the first to call this with `name`; None: it is not known."""
-        return self._run_in_thread(partial(self._claim, f"{self._name}/{name}/{self._epoch}"))
+        return self._run_in_thread(lambda: self._regroup.claim(self._store, self._epoch, name))
 
     def regroup(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has called this, without process groups.
@@ -351,21 +310,30 @@ class Watchdog:
         """
         if not self._is_running() or self.is_unrecoverable:
             # So that no other rank waits for this one.
-            self._run_in_thread(partial(self._decide_regroup, self._epoch, 0.0))
+            self._run_in_thread(self._refuse_regroup)
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
         wait = Wait("the other ranks to regroup", time.monotonic())
         with self._waits.announced(wait):
-            outcome = self._run_in_thread(partial(self._arrive, epoch))
-            while outcome is None and self._is_running():
+            came = self._run_in_thread(lambda: self._regroup.arrive(self._store, epoch))
+            while came is None and self._is_running():
                 time.sleep(0.02)
-                outcome = self._run_in_thread(partial(self._decide_regroup, epoch, until))
-        if outcome != _ALL_CAME or self.is_unrecoverable:
+                came = self._run_in_thread(
+                    lambda: self._regroup.decide(
+                        self._store,
+                        epoch,
+                        is_over=self.is_unrecoverable or time.monotonic() > until,
+                    )
+                )
+        if not came or self.is_unrecoverable:
             return False
         self._failed_at = self._own_error = None
         self._epoch += 1
         self._run_in_thread(self._on_failure)  # a faster rank may have failed again already
         return True
+
+    def _refuse_regroup(self) -> None:
+        self._regroup.decide(self._store, self._epoch, is_over=True)
 
     def finish(self) -> None:
         """Ends this rank's part: it no longer needs the others, nor they this rank."""
@@ -375,7 +343,7 @@ class Watchdog:
     def end_with_process(self) -> None:
         """Reports that this rank's script is over to the ranks that wait for it, and stops."""
         error = getattr(sys, "last_value", None)  # the exception that ended the script
-        end = _REACHED_END if error is None else f"raised {summary(error)}"
+        end = REACHED_END if error is None else f"raised {summary(error)}"
         self._run_in_thread(partial(self._mark_left, end))
         self.stop()
 
@@ -430,13 +398,7 @@ class Watchdog:
         if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_stopped = True
             return
-        polls = (
-            self._poll_store,
-            self._poll_heartbeats,
-            self._poll_peers,
-            self._poll_main,
-        )
-        for poll in polls:
+        for poll in (self._poll_store, self._poll_heartbeats, self._poll_peers, self._poll_main):
             try:
                 poll()
             except RuntimeError:  # the process that hosts the store has ended
@@ -549,54 +511,17 @@ class Watchdog:
                 if (callback := known()) is not None:
                     callback()
 
-    # ---------------------------------------------------------------- regroup and exits
-
-    def _count(self, key: str, num: int) -> int | None:
-        """Adds `num` to the counter `key` and returns the sum; None: the store is lost."""
-        return None if self._store is None else int(self._store.add(key, num))
-
-    def _claim(self, key: str) -> int | None:
-        return (
-            None if self._store is None else int(self._store.compare_set(key, "", str(self._rank)))
-        )
-
-    def _arrive(self, epoch: int) -> str | None:
-        if self._store is None:
-            return _LOST
-        self._store.add(f"{self._name}/come/{epoch}", 1)
-        return None
-
-    def _decide_regroup(self, epoch: int, until: float) -> str | None:
-        """Returns the outcome of the regroup, if any; the first rank to see one decides for all."""
-        if self._store is None:
-            return _LOST
-        decision = None
-        if self.is_unrecoverable or time.monotonic() > until:
-            decision = _LOST
-        elif int(self._store.get(f"{self._name}/come/{epoch}")) >= self._size:
-            decision = _ALL_CAME
-        key = f"{self._name}/regroup/{epoch}"
-        if decision is not None:
-            return str(self._store.compare_set(key, "", decision).decode())
-        return str(self._store.get(key).decode()) if self._store.check([key]) else None
+    # ---------------------------------------------------------------- ends of other ranks
 
     def _mark_left(self, end: str | None = None) -> None:
         """Marks this rank as finished: no rank waits for it. `end`: how its script has ended."""
-        self._decide_regroup(self._epoch, 0.0)
+        self._refuse_regroup()
         if self._store is None:
             return
         if end is not None:
-            self._record_exits(self._exit_log.append(self._store, f"{self._rank} {end}"))
+            self._ends.append(self._store, self._rank, end)
         if end is not None or self.failure is None:
             self._store.set(f"{self._name}/left/{self._rank}", "")
-
-    def _record_exits(self, lines: Iterable[str]) -> None:
-        for line in lines:
-            rank, _, end = line.partition(" ")
-            if rank.isdecimal():
-                self._exits.setdefault(int(rank), end)
-            else:
-                log_unreadable(line)
 
     def _has_left(self, rank: int) -> bool:
         return self._store is not None and self._store.check([f"{self._name}/left/{rank}"])
@@ -607,18 +532,15 @@ class Watchdog:
         if not self._is_needed and not self._waits and wait is None:
             return
         if self._store is not None and (exited or wait is not None):
-            self._record_exits(self._exit_log.read(self._store))
+            self._ends.read(self._store)
         for peer in exited:
             how = peer.status or self._describe_exit(peer.pid)
             if how is None and now - peer.found_at < _CONFIRM_S:
                 continue
             has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
-            end = self._exits.get(peer.rank)
-            if end is None or (end == _REACHED_END and how not in (None, describe_exit(0))):
-                end = self._exits[peer.rank] = how or "has died"
+            text = f"rank {peer.rank} {self._ends.with_exit(peer.rank, how)}"
             if not has_left:
-                text = f"rank {peer.rank} {end}"
                 self._record_death(peer.rank, text)
                 self._append({"kind": "dead", "rank": peer.rank, "text": text})
         if wait is None or self.failure is not None:
@@ -629,7 +551,7 @@ class Watchdog:
                     0, "rank 0, or the launcher that held the ranks' store, has died"
                 )
         elif wait.has_failed or (not wait.is_one_way and now - wait.since > _END_CONFIRM_S):
-            for rank, end in self._exits.items():
+            for rank, end in self._ends.by_rank.items():
                 if wait.needs(rank):
                     self._record_death(rank, f"rank {rank} {end}")
 
@@ -661,7 +583,9 @@ class Watchdog:
             disconnect_store()  # the wait is in the store, for example while a group is made
         if waited_s > _LAST_RESORT_S:
             # For example in a store of files: nothing ends that before its timeout.
-            _print_now(f"{self._explain(failure)}; it still waits in {wait.name}, and exits now.")
+            print_now(
+                f"{failure.explain_to(self._rank)}; it still waits in {wait.name}, and exits now."
+            )
             os._exit(1)
 
 
@@ -671,56 +595,3 @@ class _Thread(threading.Thread):
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.run, daemon=True, name="lightning-zero-watchdog")
         self.watchdog = watchdog
-
-
-def next_watchdog_name(rank: int) -> str:
-    """Returns a name for the watchdogs that all ranks make at the same point; sends nothing."""
-    if world_size() == 1 or dist.get_backend() == "fake":
-        return ""  # there is nothing to watch
-    store = dist.distributed_c10d._get_default_store()
-    return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"
-
-
-def _may_be_transport_error(error: BaseException) -> bool:
-    """Whether torch may have raised the error because another rank is gone or does not answer.
-
-    gloo's errors have no type of their own.
-    """
-    return type(error) is RuntimeError or isinstance(error, dist.DistError)
-
-
-def _is_transport_error(error: BaseException) -> bool:
-    """As `_may_be_transport_error`, for an error that was raised anywhere in the program."""
-    if isinstance(error, dist.DistError):
-        return True
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return type(error) is RuntimeError and any(map(is_collective_call, frames))
-
-
-def summary(error: BaseException) -> str:
-    """Returns the type and the first line of an exception."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return type(error).__name__
-    return f"{type(error).__name__}: {lines[0][:500]}"
-
-
-def _print_now(text: str) -> None:
-    """Prints at once, because this process may end next."""
-    print(f"lightning_zero: {text}", file=sys.stderr, flush=True)
-
-
-def end_at_exit(owner: Any) -> None:
-    """Calls `owner.end_with_process` when this process ends, unless `owner` has been freed.
-
-    A thread that runs torch code while the interpreter ends would crash it.
-    """
-    reference = weakref.ref(owner)
-
-    def end() -> None:
-        if (alive := reference()) is not None:
-            alive.end_with_process()
-
-    atexit.register(end)
-    # At exit, the finalizer must not run before `end`.
-    weakref.finalize(owner, atexit.unregister, end).atexit = False

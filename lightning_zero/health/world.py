@@ -6,10 +6,12 @@ Without a process group the world is this process alone. `comm.world` has its co
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
 import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -24,10 +26,12 @@ __all__ = [
     "DEFAULT_TIMEOUT",
     "disconnect_groups",
     "disconnect_store",
+    "end_at_exit",
     "has_world",
     "is_world",
     "known_backends",
     "leave_world",
+    "next_watchdog_name",
     "open_store",
     "server_of",
     "world_size",
@@ -110,6 +114,22 @@ def leave_world() -> None:
         dist.destroy_process_group()
 
 
+def end_at_exit(owner: Any) -> None:
+    """Calls `owner.end_with_process` when this process ends, unless `owner` has been freed.
+
+    A thread that runs torch code while the interpreter ends would crash it.
+    """
+    reference = weakref.ref(owner)
+
+    def end() -> None:
+        if (alive := reference()) is not None:
+            alive.end_with_process()
+
+    atexit.register(end)
+    # At exit, the finalizer must not run before `end`.
+    weakref.finalize(owner, atexit.unregister, end).atexit = False
+
+
 def disconnect_groups(groups: Iterable[Any]) -> None:
     """Ends all operations of this rank on groups: closes gloo's connections, aborts NCCL.
 
@@ -180,3 +200,11 @@ def _shut_down_if_connected(descriptor: int, port: int | None) -> None:
         is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
         if is_inet and connection.getpeername()[1] == port:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def next_watchdog_name(rank: int) -> str:
+    """Returns a name for the watchdogs that all ranks make at the same point; sends nothing."""
+    if world_size() == 1 or dist.get_backend() == "fake":
+        return ""  # there is nothing to watch
+    store = dist.distributed_c10d._get_default_store()
+    return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"

@@ -29,7 +29,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.core.lockstep import Lockstep
-from lightning_zero.health.watchdog import DesynchronizedError
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.strategy.patches import Patches
 
 __all__ = ["LockstepLoops", "StopRequest", "replace_empty_loader", "name_of_batch", "with_status"]

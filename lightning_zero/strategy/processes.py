@@ -27,8 +27,14 @@ from typing_extensions import override
 
 from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
 from lightning_zero.health.together import Gather, run_on_all_ranks
-from lightning_zero.health.watchdog import Watchdog, next_watchdog_name
-from lightning_zero.health.world import has_world, is_world, open_store, world_size
+from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.health.world import (
+    has_world,
+    is_world,
+    next_watchdog_name,
+    open_store,
+    world_size,
+)
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
 from lightning_zero.layout.config import WaitLimits, as_timeout

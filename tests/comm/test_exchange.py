@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.backends import GlooBackend
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.health.watchdog import PeerAbortedError
+from lightning_zero.health.failures import PeerAbortedError
 from lightning_zero.record.spans import Kind
 from tests.support.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.backends import backend_for, queue_warnings
 from lightning_zero.comm.communicator import allow_connections
-from lightning_zero.health.watchdog import poll_interval_s
+from lightning_zero.health.peers import poll_interval_s
 from tests.support.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
-from lightning_zero.health.watchdog import PeerAbortedError
+from lightning_zero.health.failures import PeerAbortedError
 
 
 class _OfTwo(ValueError):

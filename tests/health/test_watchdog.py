@@ -22,13 +22,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
+from lightning_zero.health.failures import DesynchronizedError, PeerAbortedError
 from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
 from lightning_zero.health.reports import RankStatus, is_one_way, report, user_frames
-from lightning_zero.health.watchdog import (
-    DesynchronizedError,
-    PeerAbortedError,
-    Watchdog,
-)
+from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups
 from lightning_zero.layout.config import WaitLimits
 from tests.support.fitting import make_trainer, settings
