@@ -223,7 +223,7 @@ class Watchdog:
         may_be_transport = may_be_transport_error(error)
         if may_be_transport:  # it may arrive before the report of its cause
             self.wait_for_failure()
-        self.raise_if_failed(error)
+        self.raise_if_failed()
         if may_be_transport:
             raise desync_error(self._rank, name, error) from error
         # else an error of this rank alone, such as one of pickling
@@ -233,11 +233,14 @@ class Watchdog:
         """Whether this thread is inside `waiting`."""
         return self._waits.is_announced
 
-    def raise_if_failed(self, cause: BaseException | None = None) -> None:
-        """Raises the PeerAbortedError of the current failure, if there is one."""
+    def raise_if_failed(self) -> None:
+        """Raises the PeerAbortedError of the current failure, if there is one.
+
+        Its traceback leaves out the error of the transport, which is a consequence of the failure.
+        """
         failure = self.failure
         if failure is not None:
-            raise self._own_error or PeerAbortedError(failure.explain_to(self._rank)) from cause
+            raise self._own_error or PeerAbortedError(failure.explain_to(self._rank)) from None
 
     def explain(self, error: BaseException) -> None:
         """Prints the cause if `error` does not name it, such as a closed connection."""

@@ -39,7 +39,10 @@ def _error_of(action):
     try:
         action()
     except BaseException as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, PeerAbortedError) and error.__cause__ is not None:
+            text += " with the error of the transport in its traceback"
+        return text, time.monotonic() - start
     return "", time.monotonic() - start
 
 
