@@ -132,7 +132,7 @@ def _synchronize(device: torch.device) -> None:
         streams.synchronize(device)
 
 
-_MIB, _GIB = 2**20, 2**30
+_MIB, _GB = 2**20, 1e9
 
 
 @dataclass(frozen=True)
@@ -269,29 +269,29 @@ def _print_report(report: LinkReport, title: str, args: argparse.Namespace) -> N
         timings = [
             {
                 **vars(timing),
-                "algorithm_gib_per_s": timing.algorithm_rate / _GIB,
-                "bus_gib_per_s": timing.bus_rate / _GIB,
+                "algorithm_gb_per_s": timing.algorithm_rate / _GB,
+                "bus_gb_per_s": timing.bus_rate / _GB,
             }
             for timing in report.timings
         ]
         values = {"ranks": title, "timings": timings, "latency_seconds": report.latencies}
         print(json.dumps({**values, "link_gb_per_s": rate}, indent=2))
         return
-    header = ["collective", "MiB", "us", "algorithm GiB/s", "bus GiB/s"]
+    header = ["collective", "MiB", "us", "algorithm GB/s", "bus GB/s"]
     rows = [
         [
             timing.collective,
             f"{timing.nbytes / _MIB:.2f}",
             f"{1e6 * timing.seconds:.0f}",
-            f"{timing.algorithm_rate / _GIB:.2f}",
-            f"{timing.bus_rate / _GIB:.2f}",
+            f"{timing.algorithm_rate / _GB:.2f}",
+            f"{timing.bus_rate / _GB:.2f}",
         ]
         for timing in report.timings
     ]
     latencies = ", ".join(f"{name} {1e6 * s:.0f} us" for name, s in report.latencies.items())
     legend = paragraph(
-        "As in nccl-tests: MiB is the size of the unsharded tensor; algorithm GiB/s is this size "
-        "divided by the time; bus GiB/s is what each of N ranks sends: (N-1)/N of the algorithm "
+        "As in nccl-tests: MiB is the size of the unsharded tensor; algorithm GB/s is this size "
+        "divided by the time; bus GB/s is what each of N ranks sends: (N-1)/N of the algorithm "
         "bandwidth, and 2 (N-1)/N in an all_reduce."
     )
     print(title, table([header, *rows]), f"latency: {latencies}", legend, sep="\n")

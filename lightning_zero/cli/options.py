@@ -152,15 +152,19 @@ def _add_audit(subparsers: _Subparsers) -> None:
     add("--trust", action="store_true", help="load any class that the checkpoint contains")
 
 
+_EXPORT = """\
+Writes a checkpoint in another format. It is converted tensor by tensor, so it
+may be larger than memory.
+"""
 _EXPORT_FORMATS = """\
 CHECKPOINT is a Lightning checkpoint, a sharded checkpoint, a state dict, a
 safetensors file or directory, or a DeepSpeed ZeRO directory. CHECKPOINT and OUT
 are paths, or addresses such as s3://bucket/run. Formats:
 
-  safetensors  the weights, in the layout of Hugging Face: OUT is a directory with
-               files of at most --max-shard-size and an index, or one file if it
-               ends in .safetensors
-  ckpt         everything, in one file that any Lightning strategy can resume from
+  safetensors  the weights, in the layout of Hugging Face: OUT is a directory
+               with files of at most --max-shard-size and an index, or one
+               file if it ends in .safetensors
+  ckpt         everything, in one file from which any Lightning strategy resumes
   dcp          everything, in a directory of torch.distributed.checkpoint
 """
 
@@ -169,8 +173,7 @@ def _add_export(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
         "export",
         help="write a checkpoint in another format",
-        description="Writes a checkpoint in another format. It is converted tensor by tensor, so "
-        "it may be larger than memory.",
+        description=_EXPORT,
         epilog=_EXPORT_FORMATS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -217,18 +220,20 @@ def _add_inspect(subparsers: _Subparsers) -> None:
 # -------------------------------------------------------------------- plan
 
 _PLAN = """\
-Estimates the device memory of a rank, the CPU memory and disk of a node, and the
-bytes that a step sends, for every stage and offload. Prints the choices that are
-worth a look, and for the cheapest that fits the call of the Trainer and the
-overrides of conf/. The estimate needs no device. The exit status is 1 if nothing
-fits.
+Estimates the device memory of a rank, the CPU memory and disk of a node, and
+the bytes that a step sends, for every stage and offload. Prints the choices
+that are worth a look, and for the cheapest that fits the call of the Trainer
+and the overrides of conf/. The estimate needs no device. The exit status is 1
+if nothing fits.
 """
 _PLAN_EXAMPLES = """\
 examples:
-  lightning-zero plan --model llama2_70b --ranks 16 --device-memory 80GiB --host-memory 1TiB
-  lightning-zero plan --model path/to/my-llama --ranks 8 --device-memory 80GiB --context 8192
-  lightning-zero plan --module my.code:Model --arg width=512 --input 8x3x224x224 --ranks 4
-  lightning-zero plan --config-dir conf --config-name train model=gpt_1b trainer.devices=8
+  lightning-zero plan --model llama2_70b --ranks 16 --device-memory 80GiB
+  lightning-zero plan --model path/to/my-llama --ranks 8 --context 8192
+  lightning-zero plan --module my.code:Model --arg width=512 \\
+    --input 8x3x224x224 --ranks 4
+  lightning-zero plan --config-dir conf --config-name train model=gpt_1b \\
+    trainer.devices=8
 """
 _RATES = {
     "link": "bandwidth between ranks, per rank, as measured by comm-bench",

@@ -154,9 +154,9 @@ def as_text(
         shows_all: Whether to show all choices, and the assumptions of the estimate.
     """
     shown = rows if shows_all else _worth_reading(rows, best)
-    num_hidden = len(rows) - len(shown)
+    num_left_out = len(rows) - len(shown)
     above = [*_head(summary, machine), note]
-    below = [f"{num_hidden} more choices: --all" if num_hidden else ""]
+    below = [f"{num_left_out} more choices: --all" if num_left_out else ""]
     below += _assumptions(summary, rows, machine) if shows_all else []
     parts = [*map(_wrapped, filter(None, above)), "", _table(shown, best)]
     parts += [text for line in filter(None, below) for text in ("", _wrapped(line))]

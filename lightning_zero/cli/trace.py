@@ -34,7 +34,7 @@ def _text(recordings: Sequence[Recording]) -> Iterator[str]:
     seconds = max(recording.seconds for recording in recordings)
     ranks = f"mean of {len(recordings)} ranks" if len(recordings) > 1 else "1 rank"
     yield f"step {recordings[0].step}: {seconds * 1e3:.1f} ms, {ranks}"
-    lines = [["", "MiB", "in flight ms", "overlapped ms", "exposed ms", "GiB/s"]]
+    lines = [["", "MiB", "in flight ms", "overlapped ms", "exposed ms", "GB/s"]]
     for kind in Kind:
         rows = [_values(recording, kind) for recording in recordings]
         values = [fmean(column) for column in zip(*rows, strict=True)]
@@ -56,9 +56,9 @@ def _values(recording: Recording, kind: Kind) -> tuple[float, ...]:
     return (
         recording.nbytes(kind) / _MIB,
         recording.in_flight_s(kind) * 1e3,
-        0.0 if kind.is_compute else recording.hidden_s(kind) * 1e3,
+        0.0 if kind.is_compute else recording.overlapped_s(kind) * 1e3,
         recording.exposed_s(kind) * 1e3,
-        recording.gib_per_s(kind),
+        recording.gb_per_s(kind),
     )
 
 

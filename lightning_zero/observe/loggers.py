@@ -132,10 +132,10 @@ class WandbPanels:
             "overlapped s",
             "exposed s",
             "GiB",
-            "GiB/s",
+            "GB/s",
         ]
         rows = [
-            [one.kind, one.in_flight_s, one.overlapped_s, one.exposed_s, one.gib, one.gib_per_s]
+            [one.kind, one.in_flight_s, one.overlapped_s, one.exposed_s, one.gib, one.gb_per_s]
             for one in transfers
         ]
         communication = Table(columns=columns, data=rows)

@@ -4,7 +4,7 @@ A logger gets the keys of `is_summary`, or all of them (`ZeroMonitor(detail=True
 key before the slash is a section that a logger can fold.
 
 The keys of a step follow from the plan, so they are the same on every rank and in every step. A key
-ends in its unit: `_gib` (1024^3 bytes), `_s` or `_gib_per_s`; a key without one is a count or a
+ends in its unit: `_gib` (1024^3 bytes), `_s` or `_gb_per_s`; a key without one is a count or a
 rank.
 
 [Note: Model FLOPs] The FLOPs of a batch are `LightningModule.flops_per_batch`, the attribute that
@@ -132,7 +132,7 @@ def make_metrics(
     for kind, name in _COMPUTE.items():
         metrics[f"zero_time/{name}"] = partial(_in_flight_s, kind)
     if overlaps_step:
-        metrics["zero_time/optimizer_overlapped_s"] = lambda s: s.recording.hidden_s(Kind.STEP)
+        metrics["zero_time/optimizer_overlapped_s"] = lambda s: s.recording.overlapped_s(Kind.STEP)
         metrics["zero_time/optimizer_exposed_s"] = lambda s: s.recording.exposed_s(Kind.STEP)
     for kind in kinds:
         metrics |= _kind_metrics(kind)
@@ -199,10 +199,10 @@ def _kind_metrics(kind: Kind) -> dict[str, Metric]:
         return exposed
     return {
         f"{key}_s": partial(_in_flight_s, kind),
-        f"{key}_overlapped_s": lambda s: s.recording.hidden_s(kind),
+        f"{key}_overlapped_s": lambda s: s.recording.overlapped_s(kind),
         **exposed,
         f"{key}_gib": lambda s: s.recording.nbytes(kind) / _GIB,
-        f"{key}_gib_per_s": lambda s: s.recording.gib_per_s(kind),
+        f"{key}_gb_per_s": lambda s: s.recording.gb_per_s(kind),
     }
 
 

@@ -451,8 +451,8 @@ def legend_entries(recordings: Sequence[Recording]) -> Iterator[tuple[Kind | Non
                 text += f", {share(exposed)} exposed"
             yield kind, text
         elif in_flight:
-            hidden = fmean(recording.hidden_s(kind) for recording in recordings)
-            yield kind, f"{kind.value}: {share(hidden)} overlapped, {share(exposed)} exposed"
+            overlapped = fmean(recording.overlapped_s(kind) for recording in recordings)
+            yield kind, f"{kind.value}: {share(overlapped)} overlapped, {share(exposed)} exposed"
         elif exposed:
             yield None, f"{kind.value}: {share(exposed)} exposed"
     waited = fmean(recording.waited_s for recording in recordings)

@@ -162,7 +162,7 @@ def _fits(open_ends: list[float], span: Span, may_nest: bool) -> bool:
 
 # A collective on CPU counts as in flight until it is waited for.
 CPU_TIMING_NOTE = "on CPU, overlapped time is an upper bound and rates are lower bounds"
-_GIB = 1024**3
+_GB = 1e9
 
 
 def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
@@ -233,7 +233,7 @@ def _event(span: Span, shift_s: float) -> dict[str, Any]:
     if span.nbytes:
         args["bytes"] = span.nbytes
         if span.seconds > 0:
-            args["gib_per_s"] = round(span.nbytes / _GIB / span.seconds, 4)
+            args["gb_per_s"] = round(span.nbytes / _GB / span.seconds, 4)
     return {**event, "args": args}
 
 

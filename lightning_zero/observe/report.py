@@ -165,8 +165,8 @@ class TransferStats:
         return cls(name, *(sum(means.get(key, 0.0) for key in of_end) for of_end in keys))
 
     @property
-    def gib_per_s(self) -> float:
-        return self.gib / self.in_flight_s if self.in_flight_s else 0.0
+    def gb_per_s(self) -> float:
+        return self.gib * _GIB / 1e9 / self.in_flight_s if self.in_flight_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ class JobReport:
         if not transfer.gib:
             return [*cells, "", ""]
         bound = ">= " if self.is_on_cpu and transfer.kind in _COLLECTIVES else ""
-        return [*cells, f"{transfer.gib * 1024:.2f}", f"{bound}{transfer.gib_per_s:.3g}"]
+        return [*cells, f"{transfer.gib * 1024:.2f}", f"{bound}{transfer.gb_per_s:.3g}"]
 
     def _time(self, seconds: float) -> list[str]:
         return [f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"]
@@ -254,7 +254,7 @@ class JobReport:
         # JSON has no NaN.
         speed = {k: None if math.isnan(value) else value for k, value in vars(self.speed).items()}
         transfers = {
-            transfer.kind: {**vars(transfer), "gib_per_s": transfer.gib_per_s}
+            transfer.kind: {**vars(transfer), "gb_per_s": transfer.gb_per_s}
             for transfer in self.transfers
         }
         report = {**vars(self), "speed": speed, "transfers": transfers}
@@ -274,7 +274,7 @@ class JobReport:
 
 
 _COLLECTIVES = {kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}
-_HEADER = ["per step", "overlapped ms", "of step", "exposed ms", "of step", "MiB", "GiB/s"]
+_HEADER = ["per step", "overlapped ms", "of step", "exposed ms", "of step", "MiB", "GB/s"]
 
 
 def _by_name(states: Mapping[State, int]) -> dict[str, int]:

@@ -2,12 +2,12 @@
 
 [Note: Hidden and exposed] A collective or a transfer is *in flight* from its issue to its end. The
 time for which the computation waits for it is *exposed*; the time for which the computation
-continues is *hidden* (overlapped). Time in flight in which the computation waits for something else
+continues is *overlapped*. Time in flight in which the computation waits for something else
 is neither. On CUDA collectives, transfers and waits for them are measured by events on the streams;
 files, and waits for them, by the host's clock: the device may have had work left while the host
 waited. On a CPU the end of a gloo collective is only seen when it is waited for, and a collective
-that is not yet waited for counts as in flight. So on a CPU hidden time is an upper bound, rates are
-lower bounds, and exposed time is exact.
+that is not yet waited for counts as in flight. So on a CPU overlapped time is an upper bound, rates
+are lower bounds, and exposed time is exact.
 
 [Note: Across windows] A span in flight at the end of a window is in that window up to its end, and
 in the next window, too, from before its begin. Its bytes count in the window in which it began. An
@@ -24,7 +24,7 @@ from typing import Any
 
 __all__ = ["Kind", "Recording", "Span"]
 
-_GIB = 1024**3
+_GB = 1e9
 
 
 class Kind(Enum):
@@ -99,7 +99,7 @@ class Recording:
         """Seconds for which the computation waited for `kind`. See [Note: Hidden and exposed]."""
         return _covered(self.of(kind, is_wait=True))
 
-    def hidden_s(self, kind: Kind) -> float:
+    def overlapped_s(self, kind: Kind) -> float:
         """Seconds in flight in which the computation waited for no span of any kind."""
         waits = [span for other in Kind for span in self.of(other, is_wait=True)]
         return _covered([*self.of(kind), *waits]) - _covered(waits)
@@ -108,10 +108,10 @@ class Recording:
         """Bytes of the spans of `kind` that began in the window."""
         return sum(s.nbytes for s in self.spans if s.kind is kind and 0 <= s.start_s < self.seconds)
 
-    def gib_per_s(self, kind: Kind) -> float:
-        """GiB per second in flight; 0 if nothing was in flight."""
+    def gb_per_s(self, kind: Kind) -> float:
+        """GB (10^9 bytes) per second in flight; 0 if nothing was in flight."""
         seconds = self.in_flight_s(kind)
-        return self.nbytes(kind) / _GIB / seconds if seconds else 0.0
+        return self.nbytes(kind) / _GB / seconds if seconds else 0.0
 
     @property
     def waited_s(self) -> float:

@@ -37,7 +37,7 @@ def test_a_run_becomes_a_trace_and_a_picture_beside_its_recordings(zero, tmp_pat
     mib, in_flight, overlapped, exposed, rate = map(float, table["all_gather"])
     assert mib == pytest.approx(8 * 4)
     assert in_flight == pytest.approx(overlapped + exposed, abs=0.02)
-    assert rate == pytest.approx(mib / 1024 / in_flight * 1e3, rel=0.01)
+    assert rate == pytest.approx(mib * 2**20 / 1e9 / in_flight * 1e3, rel=0.01)
     waited = "rank 1 was last: the others waited 12.0 ms longer (7.3% of the step)"
     assert printed[8:10] == [CPU_TIMING_NOTE, waited]
     assert printed[10] == "prefetched: 14 of 16 units"

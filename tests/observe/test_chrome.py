@@ -62,7 +62,7 @@ def test_events_have_bytes_rates_and_waits():
     assert gather["args"]["bytes"] == NBYTES
     assert gather["args"]["bucket"] == "model.layers.1"
     seconds = gather["dur"] / 1e6
-    assert gather["args"]["gib_per_s"] == pytest.approx(NBYTES / 2**30 / seconds, rel=1e-3)
+    assert gather["args"]["gb_per_s"] == pytest.approx(NBYTES / 1e9 / seconds, rel=1e-3)
     waits = [e for e in events if e["cat"] == "wait"]
     assert len(waits) == sum(span.is_wait for span in made_step().spans)
     assert waits[0]["name"] == "wait for all_gather model.layers.0"

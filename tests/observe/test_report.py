@@ -44,7 +44,7 @@ def test_the_report_has_throughput_and_overlapped_communication():
     assert f"2 rank(s): {speed}25.0% MFU (over 10 steps" in " ".join(text.split())
     assert "mean of 3 recorded steps of 100.0 ms" in text
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 12.5" in rows
+    assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 13.4" in rows
     assert "agree 0.00 0.0% 1.00 1.0%" in rows
     assert "total 5.00 5.0%" in rows
     assert "rank 1 is the straggler in 2 of 3 steps: the others waited 2.00 ms (2.0%)" in rows
@@ -65,8 +65,8 @@ def test_rates_of_collectives_on_cpu_are_lower_bounds():
         TransferStats("nvme_read", 0.1, 0.1, 0.0, 0.25),
     ]
     text = report(is_on_cpu=True, transfers=transfers).text()
-    assert "256.00  >= 12.5" in text
-    assert ">= 2.5" not in text
+    assert "256.00  >= 13.4" in text
+    assert ">= 2.68" not in text
     assert "on CPU the end of a collective is only seen" in text
     assert "on CPU" not in report().text()
 
@@ -81,7 +81,9 @@ def test_unknown_values_are_left_out_of_the_report():
 def test_the_report_is_written_as_json(tmp_path):
     paths = report(speed=Speed.from_counts([[0.0] * 6])).write(tmp_path / "zero")
     written, memory = (json.loads(path.read_text()) for path in paths)
-    assert written["transfers"]["all_gather"]["gib_per_s"] == pytest.approx(12.5)
+    assert written["transfers"]["all_gather"]["gb_per_s"] == pytest.approx(
+        0.25 * 2**30 / 1e9 / 0.02
+    )
     assert written["speed"] == {
         "num_steps": 0,
         "steps_per_s": None,

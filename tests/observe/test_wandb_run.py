@@ -80,7 +80,7 @@ def test_the_run_of_all_ranks_has_bars_tables_and_the_timeline_beside_its_curves
     bars = dict(by_columns["state", "GiB"])
     assert bars["rank 1 optimizer (device)"] > 0
     assert bars["data parallel optimizer"] > 1.5 * bars["rank 0 optimizer (device)"]
-    flows = by_columns["kind", "in flight s", "overlapped s", "exposed s", "GiB", "GiB/s"]
+    flows = by_columns["kind", "in flight s", "overlapped s", "exposed s", "GiB", "GB/s"]
     assert [flow[0] for flow in flows] == [
         "all_gather",
         "reduce_scatter",

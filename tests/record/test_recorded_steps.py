@@ -177,7 +177,7 @@ def test_a_straggler_waits_for_no_rank(recorded):
 def test_without_overlap_nothing_is_hidden(recorded):
     (prompt,), _ = recorded["no overlap"]
     assert prompt.waited_s > 0.5 * PAUSE_S  # for the slower rank
-    assert prompt.hidden_s(Kind.REDUCE_SCATTER) < 0.5 * PAUSE_S
+    assert prompt.overlapped_s(Kind.REDUCE_SCATTER) < 0.5 * PAUSE_S
     waits = list(prompt.of(Kind.REDUCE_SCATTER, is_wait=True))
     reductions = list(prompt.of(Kind.REDUCE_SCATTER))
     assert [(s.name, s.stop_s) for s in reductions] == [(s.name, s.stop_s) for s in waits]
@@ -347,7 +347,7 @@ def _fake(rank, world_size):
     engine.close()
     assert recording.nbytes(Kind.REDUCE_SCATTER) == padded * 4 * 7 // 8
     assert len(begun(recording, Kind.ALL_GATHER)) == 2 * LAYERS - 1
-    assert recording.hidden_s(Kind.REDUCE_SCATTER) > 0  # it ends as soon as it is issued
+    assert recording.overlapped_s(Kind.REDUCE_SCATTER) > 0  # it ends as soon as it is issued
 
 
 def test_one_process_that_simulates_eight_ranks_records_too():
