@@ -6,9 +6,9 @@ Trainer with callbacks and loggers, and `optimized_metric` is the value that `ma
 sweeper.
 """
 
-import lightning.pytorch as pl
 from omegaconf import DictConfig
 
+from lightning_zero._lightning import pytorch as pl
 from lightning_zero.launch import trainer
 from lightning_zero.launch.extras import apply_extras
 from lightning_zero.launch.schema import register, schema

@@ -23,12 +23,19 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from lightning_zero._lightning import Distribution, use
+
 __all__ = ["register", "register_when_imported"]
 
-# Modules of Lightning with a registry: its name there, and the module of our class for it.
+# Modules of Lightning with a registry: its name there, the distribution, and the module of our
+# class for it.
 _REGISTRIES = {
-    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_zero.strategy.strategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_zero.fabric.strategy"),
+    f"{module}.strategies": (attribute, distribution, of_strategy)
+    for distribution in Distribution
+    for module, attribute, of_strategy in (
+        (distribution.pytorch, "StrategyRegistry", "lightning_zero.strategy.strategy"),
+        (distribution.fabric, "STRATEGY_REGISTRY", "lightning_zero.fabric.strategy"),
+    )
 }
 # Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,14 +49,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_strategy(module: str, **settings: Any) -> Any:
-    """Returns the `ZeroStrategy` of `module`, which is imported only now."""
+def make_strategy(distribution: Distribution, module: str, **settings: Any) -> Any:
+    """Returns the `ZeroStrategy` of `module`, which is imported only now, for `distribution`.
+
+    Raises:
+        RuntimeError: This process uses the other distribution.
+    """
+    use(distribution)
     return importlib.import_module(module).ZeroStrategy(**settings)
 
 
 def register(module: ModuleType) -> None:
     """Registers all names in the registry of a module of Lightning. Idempotent."""
-    attribute, of_strategy = _REGISTRIES[module.__name__]
+    attribute, distribution, of_strategy = _REGISTRIES[module.__name__]
     registry = getattr(module, attribute, None)
     if registry is None:  # the import of Lightning must not fail because of us
         text = f"{module.__name__} has no {attribute}, so it does not know zero1 to zero3."
@@ -60,7 +72,7 @@ def register(module: ModuleType) -> None:
             description = f"ZeRO {settings}, processes started by {start_method}"
             registry.register(
                 name + suffix,
-                partial(make_strategy, of_strategy),
+                partial(make_strategy, distribution, of_strategy),
                 description,
                 override=True,
                 start_method=start_method,

@@ -21,14 +21,13 @@ from time import perf_counter_ns
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments.lightning import find_free_network_port
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from torch.multiprocessing.spawn import (
     ProcessExitedException,
     ProcessRaisedException,
     start_processes,
 )
 
+from lightning_zero._lightning.fabric import SLURMEnvironment, find_free_network_port
 from lightning_zero.cli.rates import check_rates, write_rates
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.observe.tables import paragraph, table

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
-import lightning
 import torch
 from tqdm import tqdm
 
+from lightning_zero._lightning.pytorch import __version__ as lightning_version
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate
 from lightning_zero.checkpoint.export import drop_pages, plan_export
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.no_verify:
         raise_damage(args.checkpoint, find_damage(args.checkpoint))
     opened = open_checkpoint(args.checkpoint, weights_only=False if args.trust else None)
-    opened.setdefault("pytorch-lightning_version", lightning.__version__)
+    opened.setdefault("pytorch-lightning_version", lightning_version)
     planned = plan_export(
         opened,
         args.format,

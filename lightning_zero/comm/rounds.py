@@ -268,7 +268,14 @@ def _desync_text(name: str, action: str = "") -> str:
 
 
 # Packages whose lines are not the user's.
-_SKIPPED_PACKAGES = {"torch", "lightning", "pytorch_lightning", "copy", "contextlib"}
+_SKIPPED_PACKAGES = {
+    "torch",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "copy",
+    "contextlib",
+}
 _SKIPPED_PACKAGES |= {__name__.partition(".")[0]}
 
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning.fabric.strategies.strategy import (
-    _apply_filter,
-    _validate_keys_for_strict_loading,
-)
-from lightning.fabric.utilities.types import _Stateful
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_zero._lightning.fabric import (
+    _apply_filter,
+    _Stateful,
+    _validate_keys_for_strict_loading,
+)
 from lightning_zero.checkpoint import load_masters, load_module, load_optimizer
 from lightning_zero.checkpoint.states import (
     MASTERS_KEY,

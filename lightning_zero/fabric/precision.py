@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from lightning.fabric.plugins.precision import (
+from torch import nn
+from typing_extensions import override
+
+from lightning_zero._lightning.fabric import (
     DoublePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
 )
-from torch import nn
-from typing_extensions import override
-
 from lightning_zero.strategy.precision import without_float32_tensors
 
 __all__ = ["ZeroHalfPrecision", "autocast_dtype", "checked_precision"]

@@ -17,18 +17,22 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning.fabric.accelerators.accelerator import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.precision import Precision
-from lightning.fabric.strategies.parallel import ParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.types import _PATH, Optimizable
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from lightning_zero._lightning.fabric import (
+    _PATH,
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    Optimizable,
+    ParallelStrategy,
+    Precision,
+    _BackwardSyncControl,
+)
 from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
 from lightning_zero.comm.consistency import check_equal

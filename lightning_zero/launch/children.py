@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch.utilities.exceptions import _TunerExitException
 
+from lightning_zero._lightning.pytorch import _TunerExitException
 from lightning_zero.health.peers import describe_exit
 from lightning_zero.health.world import leave_world
 

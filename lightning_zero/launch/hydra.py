@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd
+from lightning_zero._lightning.fabric import _basic_subprocess_cmd
 
 __all__ = [
     "RecordsOfPackage",

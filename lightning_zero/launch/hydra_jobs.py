@@ -8,8 +8,8 @@ from typing import Any
 from hydra.core.utils import JobStatus
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from lightning.pytorch.strategies.launchers import subprocess_script
 
+from lightning_zero._lightning.pytorch import subprocess_script
 from lightning_zero.launch.children import Children, ProcessSnapshot
 from lightning_zero.launch.hydra import child_command
 

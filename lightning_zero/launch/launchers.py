@@ -12,16 +12,16 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, TypeAlias
 
-import lightning.pytorch as pl
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.pytorch.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
 from typing_extensions import override
 
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning import used_by_children
+from lightning_zero._lightning.fabric import (
+    ClusterEnvironment,
+    SLURMEnvironment,
+    _set_num_threads_if_needed,
+)
+from lightning_zero._lightning.pytorch import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning_zero.launch.children import Children, ProcessSnapshot
 from lightning_zero.launch.hydra import check_launch, child_command, current_job
 from lightning_zero.launch.slurm import check_slurm_layout
@@ -42,11 +42,14 @@ def end_earlier_job() -> None:
 class ProcessLauncher(_MultiProcessingLauncher):
     """Lightning's launcher of processes that run a function, with the Trainer's method wrapped."""
 
-    def __init__(
-        self, strategy: pl.strategies.ParallelStrategy, *, start_method: Any, wrap: Wrap
-    ) -> None:
+    def __init__(self, strategy: pl.ParallelStrategy, *, start_method: Any, wrap: Wrap) -> None:
         super().__init__(strategy, start_method=start_method)
         self._wrap = wrap
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with used_by_children():  # a spawned process imports this module before the Trainer's
+            return super().launch(function, *args, **kwargs)
 
     @override
     def _wrapping_function(

@@ -7,16 +7,15 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import LearningRateMonitor
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
 
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import LearningRateMonitor, Strategy, StrategyRegistry
 from lightning_zero.launch.hydra import masked
 from lightning_zero.layout.config import ZeroConfig
 

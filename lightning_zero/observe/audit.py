@@ -5,15 +5,18 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import (
+    STEP_OUTPUT,
+    is_overridden,
+    rank_zero_info,
+    rank_zero_warn,
+)
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.engine.fingerprints import (
     AuditError,

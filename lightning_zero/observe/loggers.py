@@ -14,12 +14,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.fabric.utilities.rank_zero import _get_rank
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from typing_extensions import override
 
+from lightning_zero._lightning.fabric import _get_rank, rank_zero_experiment
+from lightning_zero._lightning.pytorch import (
+    CSVLogger,
+    ExperimentWriter,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.observe.report import JobReport, TransferStats
 

@@ -38,13 +38,15 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.utilities.throughput import get_available_flops
-from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.utilities.data import _extract_batch_size
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero._lightning.fabric import get_available_flops
+from lightning_zero._lightning.pytorch import (
+    MixedPrecision,
+    _extract_batch_size,
+    _plugin_to_compute_dtype,
+)
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.offload import Tier

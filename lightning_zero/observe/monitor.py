@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.loggers import WandbLogger
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import STEP_OUTPUT, WandbLogger
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ProgressBar
 from typing_extensions import override
+
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import ProgressBar
 
 __all__ = ["ProgressLines"]
 

@@ -21,15 +21,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
-from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import (
+    GradClipAlgorithmType,
+    _init_optimizers_and_lr_schedulers,
+    is_overridden,
+    is_param_in_hook_signature,
+)
 from lightning_zero.core.access import full_grad
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import lightning.pytorch as pl
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning import pytorch as pl
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import Speed

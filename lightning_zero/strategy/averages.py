@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch import Tensor, nn
 
+from lightning_zero._lightning.pytorch import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning_zero.checkpoint import load_module
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.shadow import Shadow, is_copy

@@ -24,20 +24,27 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerState, TrainerStatus
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning.pytorch import (
+    STEP_OUTPUT,
+    Callback,
+    LightningModule,
+    LightningOptimizer,
+    ModelPruning,
+    Precision,
+    SIGTERMException,
+    Strategy,
+    Trainer,
+    TrainerFn,
+    TrainerState,
+    TrainerStatus,
+    _MockOptimizer,
+    is_overridden,
+)
 from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.construction.building import Building, move_all_but_parameters
 from lightning_zero.core.bucket import Bucket

@@ -9,17 +9,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning import __version__ as lightning_version
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.core.saving import (
-    _load_state,  # checked with Lightning 2.6.6
+
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.fabric import _PATH
+from lightning_zero._lightning.pytorch import (
+    __version__ as lightning_version,
+)
+from lightning_zero._lightning.pytorch import (
+    _load_state,
     load_hparams_from_tags_csv,
     load_hparams_from_yaml,
+    migrate_checkpoint,
 )
-from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
-
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.atomic import locate
 from lightning_zero.checkpoint.remote import RemotePath

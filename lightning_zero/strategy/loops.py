@@ -23,11 +23,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.data import sized_len
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero._lightning.fabric import sized_len
+from lightning_zero._lightning.pytorch import SIGTERMException, Trainer
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.strategy.patches import Patches

@@ -11,19 +11,19 @@ from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
-from lightning.fabric.utilities.types import Optimizable
-from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning.fabric import Optimizable
+from lightning_zero._lightning.pytorch import (
+    DoublePrecision,
+    GradClipAlgorithmType,
+    HalfPrecision,
+    LightningModule,
+    MixedPrecision,
+    Precision,
+)
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.keep_float32 import float32_names_of
 

@@ -9,22 +9,21 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.accelerators import MPSAccelerator
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_zero._lightning import chosen, how_to_change
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.fabric import (
+    LightningEnvironment,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+    reset_seed,
+)
+from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy, TBroadcast
 from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
 from lightning_zero.health.together import Gather, run_on_all_ranks
 from lightning_zero.health.watchdog import Watchdog
@@ -85,6 +84,12 @@ class Processes(_Base):
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the current run, or of the last one
         super().__init__(**lightning_options)
+
+    @override
+    def __repr__(self) -> str:
+        """Appears in the error of a Trainer or Fabric of the other distribution of Lightning."""
+        hint = f": {how_to_change()}" if chosen().other.is_imported else ""
+        return f"<{type(self).__name__} for {chosen().value}{hint}>"
 
     # ---------------------------------------------------------------- ranks and devices
 

@@ -22,13 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_zero._lightning.fabric import SLURMEnvironment
+from lightning_zero._lightning.pytorch import SIGTERMException, Trainer, TrainerFn, _SignalConnector
 from lightning_zero.checkpoint.atomic import recover
 from lightning_zero.launch.slurm import requeue_job
 from lightning_zero.strategy.loops import StopRequest, name_of_batch

@@ -18,11 +18,14 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero._lightning.pytorch import (
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    Trainer,
+    TrainerFn,
+)
 from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
 from lightning_zero.checkpoint.newest import newest_of
 from lightning_zero.checkpoint.remote import is_remote

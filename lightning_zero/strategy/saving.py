@@ -14,16 +14,18 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Literal, get_args
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning.fabric import (
+    _PATH,
+    CheckpointIO,
+    TorchCheckpointIO,
+    _is_local_file_protocol,
+)
+from lightning_zero._lightning.pytorch import Callback, Checkpoint, ModelCheckpoint, Trainer
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero._lightning.pytorch import Trainer, TrainerFn
 from lightning_zero.engine.consistency import describe_config
 from lightning_zero.health.together import Gather, failing_together
 from lightning_zero.health.world import known_backends

@@ -22,21 +22,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning import __version__ as lightning_version
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_zero._lightning.fabric import _PATH, CheckpointIO, ClusterEnvironment
+from lightning_zero._lightning.pytorch import (
+    Accelerator,
+    LightningModule,
+    LightningOptimizer,
+    Precision,
+    SingleDeviceStrategy,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    _MockOptimizer,
+    _WrappingCheckpointIO,
+)
+from lightning_zero._lightning.pytorch import (
+    __version__ as lightning_version,
+)
 from lightning_zero.checkpoint import (
     full_state_dict,
     load_masters,

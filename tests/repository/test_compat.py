@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.repository.test_layers import MODULES, syntax_of
+from tests.repository.test_layers import MODULES, PACKAGE, syntax_of
 
 # ------------------------------------------------------------------ imported names, by their module
 
@@ -280,8 +280,9 @@ def test_every_private_name_in_use_is_listed():
     listed = {path.rpartition(".")[2] for names in ATTRIBUTES.values() for path in names}
     listed |= PYTHON | OPTIONAL | NOT_HERE.keys() | set(_defined())
     found = defaultdict(set)
-    for module in MODULES:
-        for node in ast.walk(syntax_of(module)):
+    stubs = [ast.parse(stub.read_text()) for stub in (PACKAGE / "_lightning").glob("*.pyi")]
+    for module, tree in [*((name, syntax_of(name)) for name in MODULES), *(("", t) for t in stubs)]:
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and _is_private(node.attr):
                 found[node.attr].add(module)
             elif isinstance(node, ast.ImportFrom):

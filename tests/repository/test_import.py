@@ -13,7 +13,8 @@ BEFORE_LIGHTNING = """
 import importlib, sys
 import lightning_zero
 importlib.reload(lightning_zero)
-loaded = {"torch", "numpy", "lightning", "hydra"} & set(sys.modules)
+names = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric", "hydra"}
+loaded = names & set(sys.modules)
 assert not loaded, loaded
 assert {*lightning_zero.__all__, "__version__"} <= set(dir(lightning_zero))
 from lightning.pytorch import LightningModule, Trainer
@@ -21,7 +22,8 @@ from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import StrategyRegistry
 import lightning.pytorch.strategies as strategies
 ours = [one for one in sys.meta_path if type(one).__module__.startswith("lightning_zero")]
-assert not ours, ours
+waited_for = {one.name for one in ours}
+assert waited_for == {"pytorch_lightning.strategies", "lightning_fabric.strategies"}, waited_for
 assert strategies.__spec__.loader is strategies.__loader__ is not None
 assert type(strategies.__loader__) is type(saving.__loader__)
 assert saving.pl_load.__module__ == "lightning.fabric.utilities.cloud_io"
@@ -35,7 +37,7 @@ import sys
 from lightning.pytorch import Trainer
 finders = list(sys.meta_path)
 import lightning_zero
-assert sys.meta_path == finders
+assert [one for one in sys.meta_path if not hasattr(one, "name")] == finders
 assert "lightning_zero.strategy" not in sys.modules
 strategy = Trainer(strategy="zero2_offload", accelerator="cpu", devices=1, logger=False).strategy
 assert type(strategy) is lightning_zero.ZeroStrategy and strategy.config.stage == 2

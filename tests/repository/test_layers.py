@@ -5,11 +5,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import run_ranks
 
 PACKAGE = Path(__file__).parents[2] / "lightning_zero"
 FACE = {
     "__init__",
+    "_lightning",
     "_registration",
     "_version",
     "activations",
@@ -94,6 +97,8 @@ def test_every_module_is_in_a_known_package():
 def test_no_package_imports_a_later_one():
     def wrong(module, package):
         known = {package_of(name) for name in own(module)} - {package, "_version"}
+        if package in PACKAGES[PACKAGES.index("launch") :]:
+            known -= {"_lightning"}
         return known - ALONE.get(package, set(PACKAGES[: PACKAGES.index(package)]))
 
     assert_none((module, wrong(module, package)) for module, package in packages())
@@ -123,14 +128,43 @@ def test_every_package_docstring_lists_its_modules():
         assert not missing or package == "cli", f"{package}: {missing}"
 
 
-def test_only_launch_and_later_packages_import_lightning():
-    known = {"lightning", "lightning_utilities", "wandb"}
+def test_packages_before_launch_import_nothing_of_lightning():
+    known = {"lightning_utilities", "wandb"}
     below = PACKAGES[: PACKAGES.index("launch")]
     assert_none(
         (module, {name for name in imported(module) if name.split(".")[0] in known})
         for module, package in packages()
         if package in below
     )
+
+
+def test_lightning_is_imported_through_one_package():
+    """The stubs of `lightning_zero._lightning` list its names, and it chooses the distribution."""
+    names = {"lightning", "pytorch_lightning", "lightning_fabric"}
+    assert_none(
+        (module, {name for name in imported(module) if name.split(".")[0] in names})
+        for module in MODULES
+    )
+
+
+@pytest.mark.parametrize("name", ["pytorch", "fabric"])
+def test_every_listed_name_of_lightning_is_used(name):
+    stub = PACKAGE / "_lightning" / f"{name}.pyi"
+    listed = {
+        alias.name
+        for node in ast.parse(stub.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    source = f"lightning_zero._lightning.{name}"
+    used = set()
+    for module in MODULES:
+        for node in ast.walk(syntax_of(module)):
+            if isinstance(node, ast.ImportFrom) and node.module == source:
+                used |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pl":
+                used.add(node.attr)
+    assert listed <= used, f"delete these from {stub.name}: {sorted(listed - used)}"
 
 
 def test_only_launch_and_the_reading_of_configurations_import_hydra():

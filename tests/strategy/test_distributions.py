@@ -1,0 +1,185 @@
+"""`lightning` and `pytorch_lightning`: a process uses the one that its Trainer is from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lightning_zero._lightning import VARIABLE
+
+ROOT = Path(__file__).parents[2]
+LIFE_CYCLE = ROOT / "tests" / "support" / "scripts" / "life_cycle.py"
+PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
+
+pytestmark = pytest.mark.skipif(
+    find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
+)
+
+
+def run(*command, **variables):
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, *map(str, command)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def life_cycle(package, strategy, folder):
+    run(LIFE_CYCLE, package, strategy, folder)
+    return json.loads((folder / "saw.json").read_text())
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    return cache(lambda: life_cycle("lightning.pytorch", "ddp", tmp_path_factory.mktemp("ddp")))
+
+
+@pytest.mark.slow
+@pytest.mark.shows("`pytorch_lightning` in place of `lightning`")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_fit_resume_validate_test_and_predict_equal_ddp(package, stage, tmp_path, reference):
+    saw = life_cycle(package, f"zero{stage}", tmp_path)
+    assert saw == pytest.approx(reference(), rel=1e-5)
+    assert (tmp_path / "lightning_logs" / "version_1" / "zero" / "report.json").exists()
+
+
+# Names and objects of ours in a program that imports a Trainer before or after them.
+PROGRAM = """
+import sys
+import lightning_zero
+{first}
+from lightning_zero import ZeroStrategy
+from lightning_zero.callbacks import ZeroMonitor
+{second}
+options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+package = sys.modules[Trainer.__module__.removesuffix(".trainer.trainer")]
+for given in ("zero3", ZeroStrategy(3)):
+    strategy = Trainer(strategy=given, **options).strategy
+    assert type(strategy) is ZeroStrategy
+    assert isinstance(strategy, package.strategies.Strategy)
+assert issubclass(ZeroMonitor, package.Callback)
+assert not set({without}) & set(sys.modules)
+"""
+LIGHTNING = "from lightning.pytorch import Trainer"
+PYTORCH_LIGHTNING = "from pytorch_lightning import Trainer"
+OTHERS = {
+    "lightning": ["pytorch_lightning", "lightning_fabric"],
+    "pytorch_lightning": ["lightning"],
+}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "chosen", "variables"),
+    [
+        (LIGHTNING, "", "lightning", {}),
+        (PYTORCH_LIGHTNING, "", "pytorch_lightning", {}),
+        ("", LIGHTNING, "lightning", {}),
+        ("", PYTORCH_LIGHTNING, "pytorch_lightning", {VARIABLE: "pytorch_lightning"}),
+    ],
+    ids=["lightning", "pytorch_lightning", "imported later", "named by the variable"],
+)
+def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
+    program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
+    run("-c", program, **variables)
+
+
+BY_REGISTRY = """
+import lightning_zero, lightning, pytorch_lightning
+options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+strategy = pytorch_lightning.Trainer(strategy="zero3", **options).strategy
+assert isinstance(strategy, pytorch_lightning.strategies.Strategy)
+for given in ("zero3", lightning_zero.ZeroStrategy(3)):
+    try:
+        lightning.Trainer(strategy=given, **options)
+    except (RuntimeError, ValueError) as error:
+        print(error)
+"""
+
+
+def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_error():
+    of_name, of_object = run("-c", BY_REGISTRY).splitlines()
+    for text in (of_name, of_object):
+        assert "choose lightning: import lightning before" in text
+        assert f"set {VARIABLE}=lightning." in text
+
+
+def test_an_unknown_name_in_the_variable_is_an_error():
+    program = """
+try:
+    from lightning_zero import ZeroStrategy
+except ValueError as error:
+    print(error)
+"""
+    known = "must be one of lightning, pytorch_lightning, got 'pl'."
+    assert run("-c", program, **{VARIABLE: "pl"}) == f"{VARIABLE} {known}\n"
+
+
+FABRIC = """
+import sys
+import lightning_zero
+import torch
+from {package} import Fabric
+
+torch.manual_seed(0)
+fabric = Fabric(strategy="{strategy}", accelerator="cpu", devices=1)
+fabric.launch()
+module = torch.nn.Linear(4, 2)
+model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.1))
+for step in range(3):
+    optimizer.zero_grad()
+    fabric.backward(model(torch.full((2, 4), step + 1.0)).square().sum())
+    optimizer.step()
+print(sum(value.double().abs().sum().item() for value in model.state_dict().values()))
+assert not set({without}) & set(sys.modules)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_fabric_of_lightning_fabric_trains_as_that_of_lightning(strategy):
+    values = [
+        float(run("-c", FABRIC.format(package=package, strategy=strategy, without=OTHERS[chosen])))
+        for package, chosen in (
+            ("lightning.fabric", "lightning"),
+            ("lightning_fabric", "pytorch_lightning"),
+        )
+    ]
+    assert values[0] == values[1]
+
+
+MODULE = """
+import sys
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+
+class Model(BoringModel):
+    def on_train_end(self):
+        assert "lightning" not in sys.modules
+        assert isinstance(self.trainer.strategy, pl.strategies.Strategy)
+"""
+SPAWN = """
+if __name__ == "__main__":  # a spawned process imports nothing by running this again
+    import lightning_zero
+    from model import Model
+    from pytorch_lightning import Trainer
+
+    strategy = lightning_zero.ZeroStrategy(3, start_method="spawn")
+    options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    Trainer(strategy=strategy, max_steps=2, limit_val_batches=0, **options).fit(Model())
+"""
+
+
+@pytest.mark.slow
+def test_spawned_ranks_choose_as_the_process_that_starts_them(tmp_path):
+    (tmp_path / "model.py").write_text(MODULE)
+    script = tmp_path / "train.py"
+    script.write_text(SPAWN)
+    run(script)
