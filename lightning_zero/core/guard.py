@@ -151,6 +151,7 @@ class NonfiniteGuard:
         last_report: The last report, the same on every rank; None: there was none.
         num_skipped: Steps that were skipped.
         step: Number of the step that the last backward belongs to, from 0.
+        micro_batch: Number of the last backward in its step, from 0; -1: there was none.
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
 
@@ -163,7 +164,7 @@ class NonfiniteGuard:
         self._comm, self._control = comm, comm.control
         self._max_skips = config.max_skips
         self._num_in_a_row = 0  # skipped steps
-        self.step, self._micro_batch = 0, -1
+        self.step, self.micro_batch = 0, -1
         self._begins_step = False  # since the last round, as far as this rank knows
         self._next_loss: Tensor | float | None = None  # of the backward that begins next
         self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
@@ -177,8 +178,12 @@ class NonfiniteGuard:
         self._listeners: list[Callable[[NonfiniteReport], None]] = []
 
     def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
-        """Calls `listener` with each report, on every rank, before an error is raised. Local."""
-        self._listeners.append(listener)
+        """Calls `listener` with each report, before an error is raised. Local.
+
+        All ranks call theirs, after the backward: a listener may run collectives.
+        """
+        if listener not in self._listeners:
+            self._listeners.append(listener)
 
     def note_loss(self, loss: Tensor | None, *, has_scaler: bool) -> None:
         """Notes the loss of the next backward. Local.
@@ -193,14 +198,14 @@ class NonfiniteGuard:
 
         `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
         """
-        if is_new_step and self._micro_batch >= 0:
+        if is_new_step and self.micro_batch >= 0:
             self._begins_step = True
-            self.step, self._micro_batch = self.step + 1, -1
+            self.step, self.micro_batch = self.step + 1, -1
             # On a device, results of the last step may still follow.
             self._named = {key for key in self._named if key[0] == self.step - 1}
             self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
-        self._micro_batch += 1
-        self._losses[self.step, self._micro_batch] = self._next_loss
+        self.micro_batch += 1
+        self._losses[self.step, self.micro_batch] = self._next_loss
         self._next_loss = None
 
     @property
@@ -235,7 +240,7 @@ class NonfiniteGuard:
             if not _is_finite(grad):
                 num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
                 if num_nan or num_inf:
-                    look = _Look(self.step, self._micro_batch, bucket, slot)
+                    look = _Look(self.step, self.micro_batch, bucket, slot)
                     self._add(look, num_nan, num_inf)
 
     def look_at_local(self) -> None:
@@ -248,7 +253,7 @@ class NonfiniteGuard:
         self, bucket: Bucket, grads: Mapping[int, Tensor], stream: AbstractContextManager[Any]
     ) -> None:
         """Begins a look on a device, on `stream`, without waiting for it."""
-        step, micro_batch = self.step, self._micro_batch
+        step, micro_batch = self.step, self.micro_batch
         self._looks += [_Look(step, micro_batch, bucket, slot) for slot in grads]
         maxima = torch.empty(len(grads), dtype=torch.float64, device=bucket.device)
         self._maxima.append(maxima)

@@ -142,7 +142,6 @@ class Reducer:
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         self._comm.free_scratch()
-        self._report_nonfinite()
 
     def reset(self, *, has_regrouped: bool = False) -> None:
         """After an exception, when gradients have been dropped. Local.
@@ -237,7 +236,7 @@ class Reducer:
         start = sum(2 + len(bucket.parameters) for bucket in self._buckets)
         self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
 
-    def _report_nonfinite(self) -> None:
+    def report_nonfinite(self) -> None:
         """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
         has_nonfinite, self._has_nonfinite = self._has_nonfinite, False
         if has_nonfinite:
@@ -287,7 +286,7 @@ class Reducer:
                     bucket.grads.average()
             self._receive_guard_flags([bool(flag) for flag in mask])
         self.is_mid_step = False
-        self._report_nonfinite()
+        self.report_nonfinite()
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

@@ -490,6 +490,7 @@ class Schedule:
         self.unsharder.reshard_all()
         self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
+        self.reducer.report_nonfinite()
 
     # ---------------------------------------------------------------- called by the order
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ from lightning_zero.optim.state_view import raw_states
 from lightning_zero.strategy.strategy import ZeroStrategy
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["PhaseDifference", "Replica", "arguments_of_step", "copy_of"]
+__all__ = ["PhaseDifference", "Replica", "arguments_of_step", "copy_of", "copy_values", "SILENT"]
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
 # kernels are rounded in another order.
@@ -78,20 +79,55 @@ class PhaseDifference:
         )
 
 
-def copy_of(module: pl.LightningModule) -> pl.LightningModule:
+def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.LightningModule:
     """A copy of a module that no engine holds yet; it belongs to the same Trainer and logs nothing.
 
-    Call it in a callback's `setup`.
+    Call it in a callback's `setup`. `on_meta`: parameters and buffers have shapes only.
     """
-    replica = copy.deepcopy(module)  # which has no Trainer
+    memo = _on_meta(module) if on_meta else {}
+    replica = copy.deepcopy(module, memo)  # which has no Trainer
     replica.trainer = module.trainer
-    for name in ("log", "log_dict"):
-        replica.__dict__[name] = _ignore
-    with torch.random.fork_rng(range(torch.cuda.device_count())):  # values are copied later
+    replica.__dict__.update(SILENT)
+    on_device = torch.device("meta") if on_meta else nullcontext()
+    forked = torch.random.fork_rng(range(torch.cuda.device_count()))  # values are copied later
+    with forked, on_device:
         if is_overridden("setup", replica):
             replica.setup("fit")
         replica.configure_model()
     return replica
+
+
+def _on_meta(module: nn.Module) -> dict[int, Tensor]:
+    """Parameters and buffers without memory, by `id` of the original: a memo for `deepcopy`."""
+    memo: dict[int, Tensor] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        if type(tensor) is nn.Parameter:
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad)
+        elif type(tensor) is Tensor:
+            memo[id(tensor)] = empty
+    return memo
+
+
+def copy_values(engine: Engine, module: nn.Module | None) -> None:
+    """Copies the engine's parameters and buffers, in full precision, to `module`. Collective.
+
+    Args:
+        engine: The engine, outside of a forward and a backward.
+        module: A module with the same names and with memory; None: this rank needs no values, but
+            takes part.
+    """
+    own = {} if module is None else dict(module.named_parameters())
+    engine.lockstep.barrier("a copy of all parameters")
+    with torch.no_grad():
+        for bucket in engine.buckets:
+            slots, full = bucket.plan.layout.slots, bucket.masters.full_tensors()
+            for slot, value in zip(slots, full, strict=True):
+                if module is not None:
+                    own[slot.name].copy_(value)
+        buffers = {} if module is None else dict(module.named_buffers())
+        for name, buffer in engine.module.named_buffers() if module is not None else ():
+            buffers[name].copy_(buffer)
 
 
 def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
@@ -101,7 +137,10 @@ def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) ->
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Replaces `log` of a replica."""
+    """Replaces `log` of a module whose metrics do not count."""
+
+
+SILENT = {"log": _ignore, "log_dict": _ignore}  # attributes of such a module
 
 
 class Replica:
@@ -122,7 +161,8 @@ class Replica:
         self._strategy = strategy
         self._engine = engine = strategy.engine
         self._trainer = trainer = module.trainer
-        self._copy_values(engine)
+        self._module.to(engine.device)
+        copy_values(engine, self._module)
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)
         if len(optimizers) != 1 or len(engine.optimizers) != 1:
             raise ValueError(
@@ -144,20 +184,6 @@ class Replica:
         self._tolerance = TOLERANCES[dtype]
         masters = min((plan.master_dtype for plan in plans), key=lambda one: one.itemsize)
         self._step_tolerance = _STEP_TOLERANCES.get(masters, TOLERANCES[masters])
-
-    def _copy_values(self, engine: Engine) -> None:
-        """Copies parameters and buffers of the original. Collective."""
-        self._module.to(engine.device)
-        own = dict(self._module.named_parameters())
-        engine.lockstep.barrier("a copy of all parameters")
-        with torch.no_grad():
-            for bucket in engine.buckets:
-                slots, full = bucket.plan.layout.slots, bucket.masters.full_tensors()
-                for slot, value in zip(slots, full, strict=True):
-                    own[slot.name].copy_(value)
-        buffers = dict(self._module.named_buffers())
-        for name, buffer in engine.module.named_buffers():
-            buffers[name].copy_(buffer)
 
     @property
     def _pairs(self) -> Iterator[tuple[Bucket, int, str, nn.Parameter]]:

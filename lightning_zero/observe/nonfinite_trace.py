@@ -1,0 +1,376 @@
+"""The callback `NonfiniteTrace`: computes a micro-batch again to find the origin of a NaN.
+
+[Note: A copy computes it] The guard names the parameter whose gradient is not finite, not the
+module where that began. When it reports, the rank that has found it copies the full module, and
+computes its micro-batch again with the same random numbers, with a look at each module's values.
+The engine takes part only with the all-gathers of that copy, so training goes on bit by bit as
+without the callback. The parameters must be those of the micro-batch: a report that comes after the
+step, as on a GPU with `on_nonfinite="warn"`, is not computed again.
+
+Alternatives considered: the engine's own module in a second forward and backward. It needs less
+memory, but every rank must run it, and gradients, partial means and buffers must be put aside.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+from lightning_zero._lightning import pytorch as pl
+from lightning_zero._lightning.pytorch import rank_zero_warn
+from lightning_zero.checkpoint.remote import is_remote
+from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
+from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
+from lightning_zero.observe.replica import SILENT, arguments_of_step, copy_of, copy_values
+from lightning_zero.observe.report import zero_strategy
+from lightning_zero.strategy.strategy import ZeroStrategy
+
+__all__ = ["NonfiniteTrace"]
+
+_FOLDER = "nonfinite"
+_CPU = torch.device("cpu")
+
+
+@dataclass
+class _MicroBatch:
+    """What a micro-batch was computed from."""
+
+    batch: Any
+    batch_idx: int
+    rng: dict[str, Any]
+
+
+class NonfiniteTrace(pl.Callback):
+    """Names the module in which a NaN or an infinity begins, where a gradient is not finite.
+
+    When the guard (`on_nonfinite`) reports a gradient, the rank that has found it computes the
+    micro-batch again on a full copy of the module, and looks at the output of each module and at
+    the gradients of its inputs and parameters. A warning on rank 0 names the first module that
+    makes finite values non-finite, and a file with batch, random state, step and parameters.
+    `NonfiniteTrace.reproduce` computes it once more from that file, on one process. With
+    `on_nonfinite="stop"` this happens before the error. Training is not changed.
+
+    The copy needs the memory of full parameters and gradients on that rank, on the device or, if
+    they do not fit, in CPU memory, where it computes then. Until the end of a step, the batches of
+    its micro-batches are kept.
+
+    On a GPU, use it with `on_nonfinite="stop"` or "skip". With "warn" the report comes after the
+    step, when the parameters have changed; then only the file is written, without parameters.
+
+    Collective: every rank, at each report.
+
+    Args:
+        dirpath: str or None. Directory for the files, by default `nonfinite` in the Trainer's
+            `log_dir` or `default_root_dir`.
+        max_traces: int, default 1. Reports of a fit that are traced.
+        saves_parameters: bool, default True. Whether the file has all parameters and buffers.
+
+    Attributes:
+        last_trace: str or None. Text of the last trace, the same on every rank.
+
+    Raises:
+        TypeError: The strategy is not a `ZeroStrategy`.
+        ValueError: An argument is out of range; or the guard is off; or the module uses manual
+            optimization.
+    """
+
+    def __init__(
+        self, dirpath: str | None = None, *, max_traces: int = 1, saves_parameters: bool = True
+    ) -> None:
+        if isinstance(max_traces, bool) or not isinstance(max_traces, int) or max_traces < 1:
+            raise ValueError(f"max_traces must be an integer of at least 1, got {max_traces!r}.")
+        self.dirpath = dirpath
+        self.max_traces = max_traces
+        self.saves_parameters = saves_parameters
+        self.last_trace: str | None = None
+        # While training:
+        self._trainer: pl.Trainer | None = None
+        self._copy: pl.LightningModule | None = None  # on the meta device
+        self._folder = Path(_FOLDER)
+        self._num_traces = 0
+        self._current: _MicroBatch | None = None  # whose backward has not ended
+        self._earlier: dict[tuple[int, int], _MicroBatch] = {}  # by step and micro-batch
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        strategy = zero_strategy(trainer, self)
+        if stage != "fit":
+            return
+        if strategy.config.on_nonfinite is None:
+            raise ValueError(
+                "NonfiniteTrace needs the reports of the guard, got on_nonfinite=None; use "
+                'on_nonfinite="stop" or "skip", or "warn" on CPUs.'
+            )
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "NonfiniteTrace needs automatic optimization: it computes training_step again, "
+                "which steps the optimizers in manual optimization; remove NonfiniteTrace."
+            )
+        self._trainer, self._copy = trainer, copy_of(pl_module, on_meta=True)
+        self._num_traces = 0
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        run = trainer.log_dir or trainer.default_root_dir  # collective
+        self._folder = Path(self.dirpath or Path("." if is_remote(run) else run, _FOLDER))
+        zero_strategy(trainer, self).engine.guard.add_listener(self._on_report)
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        device = zero_strategy(trainer, self).engine.device
+        self._current = _MicroBatch(batch, batch_idx, _rng_states(device))
+
+    @override
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        guard = zero_strategy(trainer, self).engine.guard
+        if self._current is not None:
+            self._earlier = {
+                key: one for key, one in self._earlier.items() if key[0] >= guard.step - 1
+            }
+            self._earlier[guard.step, guard.micro_batch] = self._current
+            self._current = None
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer = self._copy = self._current = None
+        self._earlier = {}
+
+    # ---------------------------------------------------------------- a report
+
+    def _on_report(self, report: NonfiniteReport) -> None:
+        """Traces the first gradient of a report. Collective."""
+        if self._trainer is None or self._num_traces >= self.max_traces:
+            return
+        self._num_traces += 1
+        first, strategy = report.found[0], zero_strategy(self._trainer, self)
+        engine = strategy.engine
+        has_parameters = first.step == engine.guard.step  # no step since
+        is_here = first.rank == engine.comm.rank
+        module = None
+        if has_parameters:
+            module = self._empty_copy(strategy) if is_here else None
+            copy_values(engine, module)
+        own = self._trace(strategy, first, module) if is_here else None
+        self.last_trace = engine.comm.control.gather_objects(own)[first.rank]
+        rank_zero_warn(
+            f"trace of {first.parameter} on rank {first.rank}, step {first.step}, micro-batch "
+            f"{first.micro_batch}:\n  {self.last_trace}"
+        )
+
+    def _empty_copy(self, strategy: ZeroStrategy) -> pl.LightningModule:
+        """The copy with memory for the engine's values, on the device if they fit."""
+        assert self._copy is not None
+        engine, copy = strategy.engine, self._copy
+        ours = dict(engine.module.named_parameters())
+        for name, parameter in copy.named_parameters():
+            parameter.requires_grad_(ours[name].requires_grad)
+            parameter.data = parameter.data.to(ours[name].dtype)
+        modules = dict(copy.named_modules())
+        for name, one in engine.module.named_modules():
+            if name in modules:
+                modules[name].training = one.training
+        num_bytes = 2 * sum(parameter.nbytes for parameter in copy.parameters())  # and gradients
+        return copy.to_empty(device=engine.device if _fits(engine.device, num_bytes) else _CPU)
+
+    def _trace(
+        self, strategy: ZeroStrategy, first: NonfiniteGradient, module: pl.LightningModule | None
+    ) -> str:
+        """Writes the file and computes the micro-batch again. Local; returns a text."""
+        assert self._trainer is not None
+        key = first.step, first.micro_batch
+        guard = strategy.engine.guard
+        micro_batch = self._earlier.get(key)
+        if key == (guard.step, guard.micro_batch):
+            micro_batch = self._current
+        if micro_batch is None:
+            return "its batch is not known any more"
+        plugin = strategy.precision_plugin
+        state = {
+            "global_step": self._trainer.global_step,
+            **vars(first),
+            "batch": _to(micro_batch.batch, _CPU),
+            "batch_idx": micro_batch.batch_idx,
+            "rng": micro_batch.rng,
+            "precision": plugin.precision,
+            "scale": _scale_of(plugin) / self._trainer.accumulate_grad_batches,
+        }
+        if self.saves_parameters and module is not None:
+            state["values"] = {
+                name: value.detach().to(_CPU) for name, value in _values_of(module).items()
+            }
+        file = self._write(state, f"step-{first.step}-rank-{first.rank}.pt")
+        if module is None:
+            text = (
+                "the parameters have changed since: a report on a GPU comes after the step with "
+                'on_nonfinite="warn"; use "stop" or "skip"'
+            )
+        else:
+            text = _again(module, state, plugin.train_step_context)
+        return f"{text}\n  {file}"
+
+    def _write(self, state: dict[str, Any], name: str) -> str:
+        path = self._folder / name
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state, path)
+        except Exception as error:
+            return f"its file was not written: {type(error).__name__}: {error}"
+        return f"to compute it again: NonfiniteTrace.reproduce({str(path)!r}, module)"
+
+    # ---------------------------------------------------------------- on one process
+
+    @staticmethod
+    def reproduce(path: str, module: pl.LightningModule) -> str:
+        """Computes the micro-batch of a file again, on this process and the module's device.
+
+        Nothing is logged. If `training_step` uses `self.trainer`, set `module.trainer` to a Trainer
+        of one device first.
+
+        Args:
+            path: File that a warning has named.
+            module: The module, built as in the run. Its parameters, buffers and gradients are
+                overwritten.
+
+        Returns:
+            The text of the trace.
+
+        Raises:
+            pickle.UnpicklingError: The batch has classes that torch does not load; see
+                `torch.serialization.add_safe_globals`.
+            KeyError: The module has other parameters or buffers than the file.
+        """
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        own = _values_of(module)
+        with torch.no_grad():
+            for name, value in state.get("values", {}).items():
+                own[name].copy_(value)
+        precision, device = str(state["precision"]), module.device
+        dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
+
+        def context() -> AbstractContextManager[Any]:
+            return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+        with _silent(module):
+            return _again(module, state, context)
+
+
+@contextmanager
+def _silent(module: pl.LightningModule) -> Iterator[None]:
+    """Context in which the module logs nothing."""
+    module.__dict__.update(SILENT)
+    try:
+        yield
+    finally:
+        for name in SILENT:
+            del module.__dict__[name]
+
+
+def _again(
+    module: pl.LightningModule,
+    state: Mapping[str, Any],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> str:
+    """Computes a micro-batch again and describes its first non-finite value."""
+    try:
+        try:
+            origin = _origin_of(module, state, context)
+        except torch.OutOfMemoryError:
+            module.zero_grad()
+            origin = _origin_of(module.to(_CPU), state, context)
+    except Exception as error:
+        return f"it could not be computed again: {type(error).__name__}: {error}"
+    finally:
+        module.zero_grad()
+    if origin is None:
+        return "computed again, all of its values are finite"
+    return str(origin)
+
+
+def _origin_of(
+    module: pl.LightningModule,
+    state: Mapping[str, Any],
+    context: Callable[[], AbstractContextManager[Any]],
+) -> Origin | None:
+    device = next(module.parameters()).device
+    batch = _to(state["batch"], device)
+    if not is_finite(batch):
+        return Origin("forward", None, "the batch is not finite")
+    look = FirstNonfinite(module)
+    arguments = arguments_of_step(module, batch, state["batch_idx"])
+    with _random_numbers_of(state["rng"], device), torch.enable_grad(), look.watching():
+        with context():
+            output = module.training_step(*arguments)
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is not None:
+            loss = loss * state["scale"]
+            look.look_at_loss(loss)
+            loss.backward()
+    return look.origin
+
+
+def _values_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and all buffers, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, batch)
+
+
+def _fits(device: torch.device, num_bytes: int) -> bool:
+    """Whether `num_bytes` are free on the device; the CPU always counts as free."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > num_bytes
+
+
+def _scale_of(plugin: Any) -> float:
+    """Scale of the loss; 1 without a loss scaler."""
+    scaler = getattr(plugin, "scaler", None)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+# -------------------------------------------------------------------- random numbers
+
+
+def _rng_states(device: torch.device) -> dict[str, Any]:
+    """States of the generators of torch, NumPy and Python, of types that torch loads safely."""
+    name, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": (name, torch.from_numpy(np.array(keys, dtype=np.int64)), *rest),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy(), *rest))
+    random.setstate(states["python"])
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def _random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    """Context with earlier states of the generators; restores those of now."""
+    before = _rng_states(device)
+    _set_rng_states(states, device)
+    try:
+        yield
+    finally:
+        _set_rng_states(before, device)

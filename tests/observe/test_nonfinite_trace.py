@@ -1,0 +1,123 @@
+"""The callback NonfiniteTrace: names the module in which a NaN begins, and changes no value."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import NonfiniteGradientError
+from lightning_zero.callbacks import NonfiniteTrace
+from tests.support.fitting import fit, make_trainer, settings
+from tests.support.models import MLPModule
+from tests.support.ranks import run_ranks
+
+
+class Bad(nn.Module):
+    """The identity; where its input begins with a large value, its gradient is NaN."""
+
+    def forward(self, x):
+        if x.detach().flatten()[0].abs() < 1e6:
+            return x
+        return x + (x * 0).sqrt()
+
+
+class BadModule(MLPModule):
+    """Has random numbers and buffers; one micro-batch of one rank has a NaN in backward."""
+
+    def __init__(self, bad_batch=1, bad_rank=1, **kwargs):
+        super().__init__(**kwargs)
+        self.bad_batch, self.bad_rank = bad_batch, bad_rank
+        body = [nn.Linear(8, 13), nn.BatchNorm1d(13), nn.Dropout(0.5), nn.Tanh()]
+        self.net = nn.Sequential(*body, nn.Linear(13, 3), Bad())
+
+    def training_step(self, batch, batch_idx):
+        self.log("random", torch.rand(()))
+        loss = super().training_step(batch, batch_idx)
+        is_bad = batch_idx == self.bad_batch and self.global_rank == self.bad_rank
+        return loss + self.net[-1](self.net[4].bias + 1e9).sum() * 0 if is_bad else loss
+
+
+def _trace(rank, world_size, spec, options, folder, is_traced=True):
+    trace = NonfiniteTrace(folder) if is_traced else None
+    options = {"callbacks": [trace] if trace else [], "limit_train_batches": 4} | options
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outcome = fit(rank, world_size, spec, partial(BadModule, ranks=2), options)
+        except NonfiniteGradientError as error:
+            outcome = f"{error}"
+    texts = [str(one.message) for one in caught if "trace of" in str(one.message)]
+    return outcome, trace and trace.last_trace, texts
+
+
+def traced(spec, folder, **options):
+    return run_ranks(2, _trace, spec, options, str(folder), has_group=False)
+
+
+@pytest.mark.default_cases("skip-1", "warn-3")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_the_module_is_named_and_training_goes_on_bit_by_bit(stage, policy, tmp_path):
+    spec = settings(stage, on_nonfinite=policy, reduce_bucket_size=50)
+    found = traced(spec, tmp_path)
+    text = "backward, in module net.5 (Bad): the gradient of its input is not finite"
+    for rank, (_, last_trace, texts) in enumerate(found):
+        assert last_trace.startswith(text)
+        assert len(texts) == (rank == 0)
+    assert "on rank 1, step 1, micro-batch 0" in found[0][2][0]
+    plain = run_ranks(2, _trace, spec, {}, str(tmp_path), False, has_group=False)
+    for (ours, *_), (theirs, *_) in zip(found, plain, strict=True):
+        np.testing.assert_array_equal(ours.losses, theirs.losses)
+        for name, value in theirs.state.items():
+            np.testing.assert_array_equal(ours.state[name], value, err_msg=name)
+
+
+def test_one_process_computes_it_again_from_the_file(tmp_path):
+    (_, text, _), _ = traced(settings(2, on_nonfinite="stop"), tmp_path)
+    (path,) = Path(tmp_path).iterdir()
+    assert str(path) in text
+    state = torch.load(path, weights_only=True)
+    assert (state["step"], state["micro_batch"], state["batch_idx"]) == (1, 0, 1)
+    module = BadModule(bad_rank=0)
+    assert set(state["values"]) == set(module.state_dict())
+    module.trainer = make_trainer("auto", devices=1)
+    origin = "backward, in module net.5 (Bad): the gradient of its input is not finite"
+    assert NonfiniteTrace.reproduce(str(path), module).startswith(origin)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
+    spec = settings(stage, on_nonfinite="skip")
+    found = traced(spec, tmp_path, accumulate_grad_batches=3, limit_train_batches=3)
+    assert "on rank 1, step 0, micro-batch 1" in found[0][2][0]
+    assert found[1][1].startswith("backward, in module net.5 (Bad)")
+    (path,) = Path(tmp_path).iterdir()
+    assert torch.load(path, weights_only=True)["batch_idx"] == 1
+
+
+class Manual(MLPModule):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("module", "policy", "text"),
+    [
+        (MLPModule, None, "needs the reports of the guard, got on_nonfinite=None"),
+        (Manual, "stop", "needs automatic optimization"),
+    ],
+)
+def test_what_it_cannot_trace_is_an_error_before_training(module, policy, text):
+    trainer = make_trainer(settings(2, on_nonfinite=policy), callbacks=[NonfiniteTrace()])
+    with pytest.raises(ValueError, match=text):
+        trainer.fit(module())
+
+
+def test_a_number_of_traces_below_one_is_an_error():
+    with pytest.raises(ValueError, match="max_traces must be an integer of at least 1, got 0"):
+        NonfiniteTrace(max_traces=0)
