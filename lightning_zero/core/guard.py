@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -163,7 +164,7 @@ class NonfiniteGuard:
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
         self._max_skips = config.max_skips
-        self._num_in_a_row = 0  # skipped steps
+        self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
         self.step, self.micro_batch = 0, -1
         self._begins_step = False  # since the last round, as far as this rank knows
         self._next_loss: Tensor | float | None = None  # of the backward that begins next
@@ -323,8 +324,6 @@ class NonfiniteGuard:
         continues_step, has_found = map(bool, flags)
         self._begins_step = False
         if not continues_step:
-            if not self.skips_step:
-                self._num_in_a_row = 0
             self.skips_step = False
         return has_found
 
@@ -340,7 +339,7 @@ class NonfiniteGuard:
         """Reports what the ranks have found, in the same way on every rank. Collective.
 
         Raises:
-            NonfiniteGradientError: With "stop", or after more than `max_skips` skipped steps.
+            NonfiniteGradientError: With "stop".
         """
         self._copy_maxima()
         self._receive(waits=True)
@@ -362,31 +361,38 @@ class NonfiniteGuard:
         if self._has_scaler:
             text += "\nThe loss scaler decides: it skips the step and lowers its scale."
         elif self.policy == "skip":
-            self._count_skip()
-            text += f"\nThis step is skipped ({self._num_in_a_row} in a row)."
+            self.num_skipped += not self.skips_step
+            self.skips_step = True
+            text += f"\nThis step is skipped ({self.num_skipped} so far)."
         try:
             for listener in list(self._listeners):
                 listener(report)
         finally:
             self._raise_or_warn(text)
 
-    def _count_skip(self) -> None:
+    def skips(self, optimizer: object) -> bool:
+        """Whether the step of `optimizer` that begins now is skipped. Local.
+
+        Raises:
+            NonfiniteGradientError: More than `max_skips` of its steps in a row would be.
+        """
         if not self.skips_step:
-            self.skips_step = True
-            self._num_in_a_row += 1
-            self.num_skipped += 1
+            self._num_in_a_row.pop(optimizer, None)
+            return False
+        number = self._num_in_a_row[optimizer] = self._num_in_a_row.get(optimizer, 0) + 1
+        if number > self._max_skips:
+            raise NonfiniteGradientError(
+                f"{self.last_report}\nMore than max_skips={self._max_skips} steps in a row of "
+                f"{type(optimizer).__name__} had non-finite gradients: training does not recover. "
+                "Its parameters and states are those before the first of them."
+            )
+        return True
 
     def _raise_or_warn(self, text: str) -> None:
         if self.policy == "stop" and not self._has_scaler:
             raise NonfiniteGradientError(
                 f"{text}\nParameters and optimizer states are those before this step. "
                 'on_nonfinite="skip" leaves such steps out, "warn" takes them.'
-            )
-        if self.skips_step and self._num_in_a_row > self._max_skips:
-            raise NonfiniteGradientError(
-                f"{text}\nMore than max_skips={self._max_skips} steps in a row had non-finite "
-                "gradients: training does not recover. Parameters and optimizer states are those "
-                "before the first of them."
             )
         if self._control.rank == 0:
             warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)

@@ -181,7 +181,8 @@ class ZeroConfig:
             infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
             or left out ("skip"). None: gradients are not looked at. All stages.
-        max_skips: int (steps), default 10. Skipped steps in a row after which one more is an error.
+        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which
+            one more is an error.
             Needs `on_nonfinite="skip"`.
 
     Raises:
@@ -307,6 +308,14 @@ def _check_size(name: str, value: object) -> int:
     return as_integer(name, value, least=0 if name in MAY_BE_ZERO else 1)
 
 
+def _check_steps(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a number of steps such as 10, got {value!r}.")
+    if value < 0:
+        raise ValueError(f"{name} must be at least 0 steps, got {value}.")
+    return value
+
+
 def _check_group_size(_: str, value: object) -> int | str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -376,7 +385,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "offload_param": OffloadConfig.of,
     "sharding_group_size": _check_group_size,
     "on_nonfinite": _check_reaction,
-    "max_skips": _check_size,
+    "max_skips": _check_steps,
 }
 
 

@@ -302,7 +302,7 @@ class OptimizerStep:
         self._reducer.before_step()
         members = self._members()  # before the state view is removed: it may raise
         self._uninstall_state_view()
-        if self._reducer.guard.skips_step:
+        if self._reducer.guard.skips(optimizer):
             return self._begin_skip(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             with_grad = {parameter for parameter in members if parameter.grad is not None}

@@ -187,7 +187,7 @@ def _skip(rank, world_size, options, make_optimizer, poison):
         if step == 1 and not poison:
             continue
         if step == 1:
-            warns = pytest.warns(NonfiniteGradientWarning, match=r"is skipped \(1 in a row\)")
+            warns = pytest.warns(NonfiniteGradientWarning, match=r"is skipped \(1 so far\)")
             with warns if rank == 0 else contextlib.nullcontext():
                 backward(engine, module, rank, step, poison)
         else:
@@ -237,11 +237,11 @@ def _skip_on(rank, world_size):
     for step, poison in enumerate([(NAN,), (NAN,), (), (NAN,), (NAN,), (NAN,)]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            try:
-                backward(engine, module, rank, step, poison)
-            except NonfiniteGradientError as error:
-                texts.append((step, str(error)))
-        engine.step()
+            backward(engine, module, rank, step, poison)
+        try:
+            engine.step()
+        except NonfiniteGradientError as error:
+            texts.append((step, str(error)))
         engine.zero_grad()
     engine.close()
     return texts
@@ -251,7 +251,40 @@ def test_more_than_max_skips_in_a_row_is_an_error():
     for texts in run_ranks(2, _skip_on):
         [(step, text)] = texts
         assert step == 5
-        assert "More than max_skips=2 steps in a row" in text
+        assert "More than max_skips=2 steps in a row of AdamW" in text
+        assert "blocks.1.weight" in text
+
+
+def _skip_one_of_two(rank, world_size):
+    """The gradients of the first of two optimizers, which step in turn, are never finite."""
+    torch.manual_seed(0)
+    module = Net()
+    optimizers = [torch.optim.SGD(module.blocks[:2].parameters(), lr=0.1)]
+    optimizers.append(adamw(module.blocks[2:].parameters()))
+    config = ZeroConfig(stage=2, on_nonfinite="skip", max_skips=2)
+    engine = Engine(module, optimizers=optimizers, config=config)
+    for step in range(8):
+        chosen = optimizers[step % 2]
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.requires_grad_(optimizer is chosen)
+        module.blocks[1].poison = (NAN,) if rank == 1 and chosen is optimizers[0] else ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward(module(micro_batch(rank, step, 0)))
+        try:
+            chosen.step()
+        except NonfiniteGradientError as error:
+            return step, str(error)
+        chosen.zero_grad()
+    return None
+
+
+def test_skips_of_one_optimizer_are_counted_beside_good_steps_of_another():
+    for step, text in run_ranks(2, _skip_one_of_two):
+        assert step == 4
+        assert "in a row of SGD" in text
 
 
 def _leave_out(rank, world_size, stage):
@@ -472,5 +505,9 @@ def test_unknown_reactions_are_refused():
         ZeroConfig(on_nonfinite="raise")
     with pytest.raises(ValueError, match="max_skips"):
         ZeroConfig(max_skips=-1)
+    with pytest.raises(
+        TypeError, match=r"max_skips must be a number of steps such as 10, got 1\.5"
+    ):
+        ZeroConfig(max_skips=1.5)
     with pytest.raises(ValueError, match="max_skips needs on_nonfinite=\"skip\", got 'warn'"):
         ZeroConfig(max_skips=3)
