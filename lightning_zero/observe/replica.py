@@ -86,6 +86,7 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     """
     memo = _on_meta(module) if on_meta else {}
     replica = copy.deepcopy(module, memo)  # which has no Trainer
+    _share_memory(replica, _sharing_memory(module))
     replica.trainer = module.trainer
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
@@ -95,6 +96,24 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
             replica.setup("fit")
         replica.configure_model()
     return replica
+
+
+def _sharing_memory(module: nn.Module) -> list[list[str]]:
+    """Names of parameters that are different objects with the same memory."""
+    names: dict[tuple[Any, ...], list[str]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.numel() and not parameter.is_meta:
+            key = (parameter.data_ptr(), parameter.dtype, parameter.shape, parameter.stride())
+            names.setdefault(key, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _share_memory(module: nn.Module, groups: list[list[str]]) -> None:
+    """Makes parameters share memory, as neither a deep copy nor `to` does."""
+    own = dict(module.named_parameters())
+    for first, *others in groups:
+        for name in others:
+            own[name].data = own[first].data
 
 
 def _on_meta(module: nn.Module) -> dict[int, Tensor]:
@@ -161,7 +180,9 @@ class Replica:
         self._strategy = strategy
         self._engine = engine = strategy.engine
         self._trainer = trainer = module.trainer
-        self._module.to(engine.device)
+        shared = _sharing_memory(module)
+        module.to(engine.device)
+        _share_memory(module, shared)
         copy_values(engine, self._module)
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)
         if len(optimizers) != 1 or len(engine.optimizers) != 1:

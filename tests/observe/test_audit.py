@@ -10,7 +10,10 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
+from lightning_zero.engine import engine
+from lightning_zero.strategy import engine_strategy
 from tests.support.fitting import fit, fit_ranks, settings
 from tests.support.models import (
     OPTIMIZERS,
@@ -279,3 +282,53 @@ def test_a_comparison_with_skipped_steps_is_refused():
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         Audit(**arguments)
+
+
+class SwapAverage(Callback):
+    """Puts the weights of the first step in place of the others, as an average, and leaves them."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        with gathered(pl_module):
+            weights = [parameter.detach().clone() for parameter in pl_module.parameters()]
+        if trainer.global_step == 0:
+            self.average = weights
+        elif trainer.global_step == 2:
+            with torch.no_grad():
+                for parameter, value in zip(pl_module.parameters(), self.average, strict=True):
+                    parameter.copy_(value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_average_that_is_not_swapped_back_is_found(stage):
+    text = text_of(lambda: run(settings(stage), mlp, [SwapAverage()]))
+    assert "step 2, forward: the loss" in text
+    assert "with plain data parallel" in text
+
+
+class SharedModule(MLPModule):
+    """Two parameters share their memory."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.other = torch.nn.Linear(8, 13, bias=False)
+        self.other.weight = torch.nn.Parameter(self.net[0].weight.detach())
+
+    def forward(self, x):
+        return self.net(x) + self.other(x).tanh().mean()
+
+
+def _fit_without_ties(rank, world_size, is_tied):
+    if not is_tied:
+        for module in (engine, engine_strategy):
+            module.tie_shared = lambda *args: []
+    options = {"callbacks": [audit()]}
+    return fit(rank, world_size, settings(2), partial(SharedModule, ranks=2), options).losses
+
+
+@pytest.mark.slow
+def test_a_lost_tie_of_parameters_that_share_memory_is_found():
+    run_ranks(2, _fit_without_ties, True, has_group=False)
+    text = text_of(lambda: run_ranks(2, _fit_without_ties, False, has_group=False))
+    assert "compute different values" in text
+    assert "with plain data parallel" in text
