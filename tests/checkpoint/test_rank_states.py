@@ -41,6 +41,10 @@ class Stream:
         self.note = note
 
     def __iter__(self):
+        torch.rand(1)  # an iterator of torch's DataLoader draws a seed, too
+        return self._read()
+
+    def _read(self):
         while self.num_read < NUM_BATCHES:
             self.num_read += 1
             self.place += 1 + random.randrange(5) + int(np.random.randint(5))
