@@ -29,6 +29,7 @@ COMMANDS = [
 ]
 LOOP_PAGE = f"{GUIDES}/loop.md"  # excerpts, which need what stands around them
 FABRIC_PAGE = f"{GUIDES}/fabric.md"  # as well; tests/fabric runs its loop
+OTHER_PAGE = "docs/guides/pytorch-lightning.md"  # run by tests/strategy/test_distributions.py
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
@@ -160,7 +161,11 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks("python", page) and page not in (LOOP_PAGE, FABRIC_PAGE)],
+    [
+        page
+        for page in PAGES
+        if blocks("python", page) and page not in (LOOP_PAGE, FABRIC_PAGE, OTHER_PAGE)
+    ],
 )
 def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))

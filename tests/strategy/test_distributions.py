@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero._lightning import VARIABLE
+from tests.support.pages import blocks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "support" / "scripts"
@@ -93,6 +94,12 @@ OTHERS = {
 def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
     program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
     run("-c", program, **variables)
+
+
+def test_the_example_of_the_page_runs():
+    (program,) = blocks("python", "docs/guides/pytorch-lightning.md")
+    program = program.replace("devices=8", 'devices=2, accelerator="cpu"')
+    run("-c", program + "assert type(trainer.strategy) is lightning_zero.ZeroStrategy")
 
 
 BY_REGISTRY = """
