@@ -8,6 +8,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     dcp_reader        opens DCP directories and reads any part of them
     dcp_metadata      parses their file `.metadata` without unpickling it
     dcp_chunks        checks that every element is stored exactly once
+    rank_states       random generators and data loaders of each rank
     save_record       identifies the save that each file belongs to
     modules           modules among the hyperparameters of a checkpoint
     torch_file        reads and writes files of `torch.save`, tensor by tensor

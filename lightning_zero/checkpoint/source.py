@@ -31,7 +31,7 @@ from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consis
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.remote import RemotePath, check_shared
-from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY, RANK_STATES_KEY
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
@@ -148,7 +148,13 @@ def raise_damage_on_any_rank(
 # --------------------------------------------------------------------------------------- opening
 
 # Entries whose tensors are read from the file when they are loaded.
-_READ_FROM_FILE = {"state_dict", "optimizer_states", "current_model_state", MASTERS_KEY}
+_READ_FROM_FILE = {
+    "state_dict",
+    "optimizer_states",
+    "current_model_state",
+    MASTERS_KEY,
+    RANK_STATES_KEY,
+}
 _ACCEPTED = (
     "a Lightning checkpoint (.ckpt), a state dict written by torch.save, a .safetensors file, a "
     "directory of such files with a Hugging Face index, a DeepSpeed ZeRO checkpoint directory, or "

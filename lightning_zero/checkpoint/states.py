@@ -43,6 +43,7 @@ from lightning_zero.tensors.lazy import read_flat
 __all__ = [
     "MASTERS_KEY",
     "METADATA_KEY",
+    "RANK_STATES_KEY",
     "describe_save",
     "full_state_dict",
     "narrow_masters",
@@ -54,6 +55,7 @@ __all__ = [
 ]
 
 MASTERS_KEY = "lightning_zero_masters"
+RANK_STATES_KEY = "lightning_zero_rank_states"  # see [Note: States of ranks]
 METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
 
 

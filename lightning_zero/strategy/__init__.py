@@ -14,6 +14,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     processes         identity and connection of ranks, and collectives on WORLD
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes
+    rank_state        random generators and data loaders of each rank, in sharded checkpoints
     loops             the check of all ranks between two batches, and evaluation with a different
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes

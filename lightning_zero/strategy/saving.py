@@ -10,6 +10,7 @@ and stays if that fails.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Literal, get_args
@@ -32,11 +33,13 @@ from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
 from lightning_zero.checkpoint.engine_checkpoint import write_full
+from lightning_zero.checkpoint.rank_states import SIZES_KEY, encode_state, rank_state_shard
 from lightning_zero.checkpoint.remote import check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
     METADATA_KEY,
+    RANK_STATES_KEY,
     describe_save,
     replicated_as_shards,
     sharded_masters,
@@ -206,6 +209,7 @@ class Saving:
         engine: Engine,
         *,
         last_masters: dict[str, Tensor] | None = None,
+        rank_state: Mapping[str, Any] | None = None,
     ) -> None:
         """Writes `checkpoint`, made of entries of this object, as a directory. Collective.
 
@@ -214,6 +218,8 @@ class Saving:
             filepath: Path of the checkpoint. Rank 0's is used.
             engine: Engine that holds the state.
             last_masters: After fit, the main parameters that rank 0 has kept.
+            rank_state: State of this rank alone; see [Note: States of ranks]. None on no rank or
+                on all.
 
         Raises:
             OSError: The checkpoint, or the save in flight before it, could not be written. In the
@@ -233,7 +239,7 @@ class Saving:
                 f"{filepath} is written."
             )
         waits = has_failed or not self._is_async
-        self._write(checkpoint, filepath, engine, last_masters, waits=waits)
+        self._write(checkpoint, filepath, engine, last_masters, rank_state, waits=waits)
         if has_failed:
             raise failure or RuntimeError("the previous asynchronous save failed on another rank.")
 
@@ -243,6 +249,7 @@ class Saving:
         filepath: _PATH,
         engine: Engine,
         last_masters: dict[str, Tensor] | None,
+        rank_state: Mapping[str, Any] | None,
         *,
         waits: bool,
     ) -> None:
@@ -258,9 +265,11 @@ class Saving:
         if self._channel is None or not self._channel.is_open:
             self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
         channel = self._channel
-        shards, self._shards = self._shards, {}
         check_shared(filepath, channel.size)
         with channel.session():
+            if rank_state is not None:
+                self._add_rank_state(checkpoint, rank_state, channel)
+            shards, self._shards = self._shards, {}
             save = ShardedSave.prepare(checkpoint, locate(filepath), shards, channel, self._planned)
             if waits or is_closed or not self._may_copy(save, engine):
                 save.run()
@@ -275,6 +284,22 @@ class Saving:
                 raise
         assert not self._in_flight, "one at a time"
         self._in_flight.append(self._thread.submit(_run_in_session, save))
+
+    def _add_rank_state(
+        self, checkpoint: dict[str, Any], rank_state: Mapping[str, Any], channel: Channel
+    ) -> None:
+        """Adds the states of ranks to `checkpoint`, of which this rank writes its own."""
+        encoded: list[Tensor] = []
+
+        def encode() -> int:
+            encoded.append(encode_state(rank_state))
+            return encoded[0].numel()
+
+        sizes = run_on_all_ranks(encode, gather=channel.all_gather)
+        shard = rank_state_shard(encoded[0], sizes, channel.rank)
+        checkpoint[RANK_STATES_KEY] = shard
+        checkpoint[METADATA_KEY] |= {SIZES_KEY: sizes}
+        self._shards[shard.source] = shard
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""

@@ -58,6 +58,7 @@ from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
 from lightning_zero.layout.names import with_saved_names
@@ -81,6 +82,7 @@ from lightning_zero.strategy.loops import LockstepLoops
 from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.precision import ZeroDoublePrecision
 from lightning_zero.strategy.processes import StartMethod
+from lightning_zero.strategy.rank_state import RankState
 from lightning_zero.strategy.resume import tidy_folders
 from lightning_zero.strategy.saving import (
     CheckpointType,
@@ -282,6 +284,7 @@ class ZeroStrategy(EngineStrategy):
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file
         self._finite = FiniteCheckpoints()
+        self._rank_state = RankState()
         self.last_checkpoint: str | None = None  # path of the last save in this process
         self.num_saves = 0  # in this process
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
@@ -378,6 +381,12 @@ class ZeroStrategy(EngineStrategy):
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._averages = Averages(self.engine, callbacks, self._average_state)
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        self._rank_state.restore_within_epoch(self.lightning_module.trainer, self.root_device)
 
     @override
     def on_train_end(self) -> None:
@@ -528,8 +537,16 @@ class ZeroStrategy(EngineStrategy):
                     "storage_options are for a CheckpointIO, which a sharded checkpoint does not "
                     'use; leave them out, or use ZeroStrategy(checkpoint="full").'
                 )
-            last_masters = self._last_masters if self._engine is None else None
-            self._saving.save(checkpoint, filepath, self._state_engine, last_masters=last_masters)
+            is_closed, rank_state = self._engine is None, None
+            if "optimizer_states" in checkpoint and not is_closed:
+                rank_state = self._rank_state.collect(checkpoint, self.root_device)
+            self._saving.save(
+                checkpoint,
+                filepath,
+                self._state_engine,
+                last_masters=self._last_masters if is_closed else None,
+                rank_state=rank_state,
+            )
         else:
             self._save_full(checkpoint, filepath, storage_options)
 
@@ -596,6 +613,12 @@ class ZeroStrategy(EngineStrategy):
             )
             checkpoint.setdefault("pytorch-lightning_version", lightning_version)
         is_resumed = run_state(self.lightning_module).fn == TrainerFn.FITTING
+        if is_resumed:
+            gather = self.gather_for("the states of all ranks in a checkpoint")
+            with failing_together(f"read the states of ranks in {path}", gather=gather):
+                self._rank_state.take(
+                    checkpoint, self.global_rank, self.world_size, weights_only=weights_only
+                )
         self._finite.note_load(path, checkpoint.get(METADATA_KEY), is_resumed=is_resumed)
         return checkpoint
 
@@ -633,6 +656,7 @@ class ZeroStrategy(EngineStrategy):
         for optimizer, state in zip(optimizers, states, strict=True):
             if not isinstance(optimizer, _MockOptimizer):
                 load_optimizer(self.engine, optimizer, state)
+        self._rank_state.restore(self.root_device)
 
     # ---------------------------------------------------------------- pickling
 
@@ -652,7 +676,7 @@ class ZeroStrategy(EngineStrategy):
             launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
         of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
-        renewed = {"_masters_to_load": {}, "_loops": LockstepLoops()}
+        renewed = {"_masters_to_load": {}, "_loops": LockstepLoops(), "_rank_state": RankState()}
         return state | dict.fromkeys(of_runs) | renewed
 
 

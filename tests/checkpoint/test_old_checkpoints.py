@@ -114,8 +114,9 @@ def test_what_is_written_has_the_names_of_old_checkpoints(old, tmp_path):
         path.name for path in before.iterdir()
     )
     one, other = read_metadata(before), read_metadata(now)
-    assert list(one.planner_data) == list(other.planner_data)
-    assert {i.fqn for i in one.storage_data} == {i.fqn for i in other.storage_data}
+    new = "lightning_zero_rank_states"  # old readers ignore it
+    assert [*one.planner_data, new] == list(other.planner_data)
+    assert {new} | {i.fqn for i in one.storage_data} == {i.fqn for i in other.storage_data}
     records = [json.loads((path / "save.json").read_text()) for path in (before, now)]
     assert records[0].keys() == records[1].keys()
     assert records[0]["ends_sha256"].keys() == records[1]["ends_sha256"].keys()
@@ -123,9 +124,10 @@ def test_what_is_written_has_the_names_of_old_checkpoints(old, tmp_path):
     for rank in range(2):
         start = f"\nlightning_zero: save {records[1]['save']}, file __{rank}_0.distcp\n"
         assert (now / f"__{rank}_0.distcp").read_bytes().endswith(start.encode())
-    assert open_checkpoint(before).keys() == open_checkpoint(now).keys()
+    assert open_checkpoint(before).keys() | {new} == open_checkpoint(now).keys()
     notes = [open_checkpoint(path)["lightning_zero"] for path in (before, now)]
-    assert notes[0].keys() == notes[1].keys() == {"version", "stage", "world_size"}
+    assert notes[0].keys() == {"version", "stage", "world_size"}
+    assert notes[1].keys() == notes[0].keys() | {"rank_state_bytes"}
 
 
 def test_names_that_only_some_checkpoints_hold_are_unchanged():

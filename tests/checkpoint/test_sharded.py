@@ -97,7 +97,11 @@ def test_the_directory_has_what_ddp_writes_by_name(model, stage, tmp_path):
     run_ranks(2, save, sharded(stage), MODELS[model], str(tmp_path / "ours"), has_group=False)
     reference = run_once(2, _save_and_read, "ddp", MODELS[model], save)[0]
     ours = open_checkpoint(tmp_path / "ours")
-    assert ours.pop("lightning_zero") == {
+    note = ours.pop("lightning_zero")
+    if save is _save_at_end:  # a run has states of its ranks until it ends
+        assert len(note.pop("rank_state_bytes")) == 2
+        ours.pop("lightning_zero_rank_states")
+    assert note == {
         "version": __version__,
         "stage": stage,
         "world_size": 2,

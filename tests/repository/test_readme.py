@@ -29,8 +29,7 @@ COMMANDS = [
 ]
 LOOP_PAGE = f"{GUIDES}/loop.md"  # excerpts, which need what stands around them
 FABRIC_PAGE = f"{GUIDES}/fabric.md"  # as well; tests/fabric runs its loop
-OTHER_DISTRIBUTION_PAGE = "docs/guides/pytorch-lightning.md"
-RUN_OTHERWISE = {LOOP_PAGE, FABRIC_PAGE, OTHER_DISTRIBUTION_PAGE}
+OTHER_PAGE = "docs/guides/pytorch-lightning.md"  # run by tests/strategy/test_distributions.py
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
@@ -162,7 +161,11 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks("python", page) and page not in RUN_OTHERWISE],
+    [
+        page
+        for page in PAGES
+        if blocks("python", page) and page not in (LOOP_PAGE, FABRIC_PAGE, OTHER_PAGE)
+    ],
 )
 def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
@@ -175,15 +178,6 @@ def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     if page.endswith("deepspeed.md"):
         assert names["strategy"].config.stage == 2
         assert names["trainer"].gradient_clip_val == 0.5
-
-
-def test_the_python_of_the_page_about_pytorch_lightning_runs_in_a_process_of_its_own():
-    pytest.importorskip("pytorch_lightning")
-    (block,) = blocks("python", OTHER_DISTRIBUTION_PAGE)
-    program = block.replace("devices=8", 'devices=2, accelerator="cpu"') + "import sys\n"
-    program += 'assert "lightning" not in sys.modules'
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks("diff", page)])

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from lightning_zero._lightning import VARIABLE
+from tests.support.pages import blocks
 
 ROOT = Path(__file__).parents[2]
-LIFE_CYCLE = ROOT / "tests" / "support" / "scripts" / "life_cycle.py"
+SCRIPTS = ROOT / "tests" / "support" / "scripts"
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 pytestmark = pytest.mark.skipif(
@@ -23,17 +24,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*command, **variables):
+def run(*command, cwd=None, **variables):
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, *map(str, command)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def life_cycle(package, strategy, folder):
-    run(LIFE_CYCLE, package, strategy, folder)
+    run(SCRIPTS / "life_cycle.py", package, strategy, folder)
     return json.loads((folder / "saw.json").read_text())
 
 
@@ -90,6 +94,12 @@ OTHERS = {
 def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
     program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
     run("-c", program, **variables)
+
+
+def test_the_example_of_the_page_runs():
+    (program,) = blocks("python", "docs/guides/pytorch-lightning.md")
+    program = program.replace("devices=8", 'devices=2, accelerator="cpu"')
+    run("-c", program + "assert type(trainer.strategy) is lightning_zero.ZeroStrategy")
 
 
 BY_REGISTRY = """
@@ -183,3 +193,16 @@ def test_spawned_ranks_choose_as_the_process_that_starts_them(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SPAWN)
     run(script)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("pytorch_tabular") is None, reason="pytorch_tabular is not installed")
+def test_pytorch_tabular_trains_unchanged_with_the_loss_of_ddp(tmp_path):
+    def loss(strategy):
+        output = run(SCRIPTS / "tabular.py", strategy, cwd=tmp_path)
+        (line,) = (line for line in output.splitlines() if line.startswith("loss "))
+        return float(line.removeprefix("loss "))
+
+    expected = pytest.approx(loss("ddp"), rel=1e-6)
+    assert loss("zero1") == expected
+    assert loss("zero3") == expected

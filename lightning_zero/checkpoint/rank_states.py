@@ -1,0 +1,118 @@
+"""States of one rank in a sharded checkpoint: its random generators and its data loaders.
+
+[Note: States of ranks] They differ between ranks, and no other rank can use them. Each rank encodes
+its own as bytes of `torch.save`. Together they are one 1-D tensor of uint8, of which every rank
+writes its range; `meta.pt` has the number of bytes of each rank. So a rank reads only its own, no
+rank gathers them, and checksums and atomic replacement are those of all tensors. They are loaded
+with the `weights_only` of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
+from lightning_zero.tensors.lazy import read_flat
+
+__all__ = [
+    "SIZES_KEY",
+    "encode_state",
+    "random_state",
+    "rank_state_shard",
+    "read_rank_state",
+    "saved_num_ranks",
+    "set_random_state",
+]
+
+SIZES_KEY = "rank_state_bytes"  # in the entry `METADATA_KEY`: number of bytes of every rank
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of the generators of torch, NumPy and Python that this process draws from. Local.
+
+    `device`: device of this rank; with CUDA, the state of its generator, too.
+    """
+    of_numpy: dict[str, Any] = np.random.get_state(legacy=False)
+    key = of_numpy["state"]["key"]  # an array, which weights_only=True refuses
+    of_numpy["state"]["key"] = torch.from_numpy(key.astype(np.int64))
+    version, numbers, last_gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": of_numpy,
+        "python": (version, torch.tensor(numbers, dtype=torch.int64), last_gauss),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restores what `random_state` returned. Without CUDA now or then, its generator stays."""
+    torch.set_rng_state(states["torch"])
+    of_numpy = states["numpy"]
+    key = of_numpy["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state(of_numpy | {"state": of_numpy["state"] | {"key": key}})
+    version, numbers, last_gauss = states["python"]
+    random.setstate((version, tuple(numbers.tolist()), last_gauss))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def encode_state(state: Mapping[str, Any]) -> Tensor:
+    """The bytes of `state`: 1-D, uint8, on the CPU."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+
+
+def rank_state_shard(encoded: Tensor, sizes: Sequence[int], rank: int) -> CheckpointShard:
+    """The part of all ranks' states that `rank` writes; `sizes` are the bytes of every rank."""
+    start, stop = _range_of(rank, sizes)
+
+    def read(first: int, last: int) -> Tensor:
+        return encoded[first - start : last - start]
+
+    owned = range(start, stop)
+    return CheckpointShard.of("states of ranks", (sum(sizes),), torch.uint8, owned, read)
+
+
+def saved_num_ranks(checkpoint: Mapping[str, Any]) -> int:
+    """Number of ranks whose states an opened checkpoint has; 0 if it has none."""
+    note = checkpoint.get(METADATA_KEY)
+    sizes = note.get(SIZES_KEY, ()) if isinstance(note, Mapping) else ()
+    return len(sizes) if RANK_STATES_KEY in checkpoint else 0
+
+
+def read_rank_state(
+    checkpoint: Mapping[str, Any], rank: int, *, weights_only: bool | None = None
+) -> dict[str, Any]:
+    """The state of `rank` in an opened checkpoint that has one. Local.
+
+    Raises:
+        ValueError: The numbers of bytes do not match the tensor.
+        pickle.UnpicklingError: It has classes that `weights_only` refuses.
+    """
+    states, sizes = checkpoint[RANK_STATES_KEY], checkpoint[METADATA_KEY][SIZES_KEY]
+    if sum(sizes) != states.numel():
+        raise ValueError(
+            f"the checkpoint has {states.numel()} bytes of states of ranks, expected "
+            f"{sum(sizes)}; use another checkpoint."
+        )
+    encoded = read_flat(states, *_range_of(rank, sizes))
+    file = io.BytesIO(encoded.numpy().tobytes())
+    decoded: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=weights_only)
+    return decoded
+
+
+def _range_of(rank: int, sizes: Sequence[int]) -> tuple[int, int]:
+    ends = [0, *accumulate(sizes)]
+    return ends[rank], ends[rank + 1]
