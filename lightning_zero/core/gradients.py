@@ -198,6 +198,9 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.grad = None
+        for index, is_local in enumerate(self.is_local):
+            if is_local and index not in local:  # a hook has dropped it
+                self.is_touched[index] = False
         self.is_local = [False] * len(self._parameters)
         name, split_sizes = self._plan.name, self._plan.layout.split_sizes
         if buffer is not None:

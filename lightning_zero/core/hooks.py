@@ -71,6 +71,7 @@ class Hooks:
         self._around: dict[nn.Module, tuple[Callable[..., None], Callable[..., None]]] = {}
         # Methods that count as forwards, by module and name, and the attributes that they replace.
         self._forward_methods: dict[nn.Module, dict[str, dict[str, Any]]] = {}
+        self._grad_hooks: dict[nn.Parameter, int] = {}  # ids of our hooks on gradients
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
         add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
@@ -99,8 +100,21 @@ class Hooks:
                     hook = partial(schedule.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch requires it for registering the hook
-                    add(parameter.register_post_accumulate_grad_hook(hook))
+                    handle = parameter.register_post_accumulate_grad_hook(hook)
+                    add(handle)
+                    self._grad_hooks[parameter] = handle.id
                     parameter.requires_grad_(was_trained)
+
+    def run_last(self) -> None:
+        """Makes the hooks on gradients come after those that users have registered since. Local.
+
+        A hook of the user's may change or drop the gradient, which ours may send.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
+            for parameter, number in self._grad_hooks.items():
+                hooks = parameter._post_accumulate_grad_hooks
+                if hooks and next(reversed(hooks)) != number and number in hooks:
+                    hooks[number] = hooks.pop(number)
 
     def detach(self) -> None:
         """Removes all hooks."""

@@ -266,6 +266,7 @@ class Engine:
                 `on_nonfinite` only reports them.
         """
         self.guard.note_loss(loss, has_scaler=has_scaler)
+        self._hooks.run_last()
         reduces = not self.schedule.is_accumulating
         if reduces:
             self.optimizers.read_ahead()
