@@ -3,8 +3,8 @@
 After a reduction every rank has the NaN of one rank, so its origin is lost. Each rank therefore
 looks at its own gradients of a bucket before it sends them.
 
-[Note: When ranks learn of a non-finite gradient] A rank looks once at each element: one sum per
-bucket on a CPU, one maximum per parameter on a device. Only where that is not finite does a CPU
+[Note: When ranks learn of a non-finite gradient] A rank looks at each element: one sum per
+parameter on a CPU, one maximum on a device. Only where that is not finite does a CPU
 count elements. The round that ends every backward (`CollectiveOrder.finalize_backward`) carries one
 byte more, "this rank has found something". If any rank has, all ranks exchange what they found and
 their losses, after the reductions of this backward. So a report costs an exchange, and its absence
@@ -237,7 +237,9 @@ class NonfiniteGuard:
             beside = self._comm.before_reduction() if precedes_reduction else nullcontext()
             self._look_later(bucket, grads, beside)
             return
-        for slot, grad in grads.items():
+        dtype = bucket.plan.dtype  # in which gloo sends a wider gradient, which may overflow
+        for slot, own in grads.items():
+            grad = own.to(dtype) if own.dtype.itemsize > dtype.itemsize else own
             if not _is_finite(grad):
                 num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
                 if num_nan or num_inf:

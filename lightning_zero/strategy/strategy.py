@@ -180,9 +180,8 @@ class ZeroStrategy(EngineStrategy):
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
             or left out ("skip"). None: gradients are not looked at. All stages. With the Trainer's
             precision "16-mixed" the loss scaler decides about the step, and all but None only warn.
-        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which
-            one more is an error.
-            Needs `on_nonfinite="skip"`.
+        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which one
+            more is an error. Needs `on_nonfinite="skip"`.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more

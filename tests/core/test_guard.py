@@ -511,3 +511,32 @@ def test_unknown_reactions_are_refused():
         ZeroConfig(max_skips=1.5)
     with pytest.raises(ValueError, match="max_skips needs on_nonfinite=\"skip\", got 'warn'"):
         ZeroConfig(max_skips=3)
+
+
+class _Wide(torch.autograd.Function):
+    """The identity; its gradient is float32, and finite only there."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.full(grad.shape, 1e5)
+
+
+def _overflow(rank, world_size, stage):
+    module = nn.Linear(8, 1, bias=False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    config = ZeroConfig(stage=stage, param_dtype=torch.float16, on_nonfinite="skip")
+    engine = Engine(module, [optimizer], config)
+    with warnings.catch_warnings(), engine.forward_context():
+        warnings.simplefilter("ignore")
+        engine.backward(_Wide.apply(module.weight).float().sum())
+    engine.step()
+    return engine.guard.num_skipped
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_gradient_that_overflows_in_the_dtype_in_which_it_is_sent_is_found(stage):
+    assert run_ranks(2, _overflow, stage) == [1, 1]
