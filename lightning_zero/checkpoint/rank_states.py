@@ -42,8 +42,11 @@ def random_state(device: torch.device) -> dict[str, Any]:
     `device`: device of this rank; with CUDA, the state of its generator, too.
     """
     of_numpy: dict[str, Any] = np.random.get_state(legacy=False)
-    key = of_numpy["state"]["key"]  # an array, which weights_only=True refuses
-    of_numpy["state"]["key"] = torch.from_numpy(key.astype(np.int64))
+    inner = of_numpy["state"]
+    if "key" in inner:  # an array, which weights_only=True refuses; other generators have numbers
+        of_numpy = of_numpy | {
+            "state": inner | {"key": torch.from_numpy(inner["key"].astype("i8"))}
+        }
     version, numbers, last_gauss = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -59,8 +62,10 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
     """Restores what `random_state` returned. Without CUDA now or then, its generator stays."""
     torch.set_rng_state(states["torch"])
     of_numpy = states["numpy"]
-    key = of_numpy["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state(of_numpy | {"state": of_numpy["state"] | {"key": key}})
+    inner = of_numpy["state"]
+    if "key" in inner:
+        inner = inner | {"key": inner["key"].numpy().astype(np.uint32)}
+    np.random.set_state(of_numpy | {"state": inner})
     version, numbers, last_gauss = states["python"]
     random.setstate((version, tuple(numbers.tolist()), last_gauss))
     if device.type == "cuda" and "cuda" in states:

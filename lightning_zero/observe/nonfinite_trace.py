@@ -13,14 +13,12 @@ memory, but every rank must run it, and gradients, partial means and buffers mus
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
@@ -28,10 +26,17 @@ from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import rank_zero_warn
+from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
-from lightning_zero.observe.replica import SILENT, arguments_of_step, copy_of, copy_values
+from lightning_zero.observe.replica import (
+    SILENT,
+    allocated,
+    arguments_of_step,
+    copy_of,
+    copy_values,
+)
 from lightning_zero.observe.report import zero_strategy
 from lightning_zero.strategy.strategy import ZeroStrategy
 
@@ -39,6 +44,10 @@ __all__ = ["NonfiniteTrace"]
 
 _FOLDER = "nonfinite"
 _CPU = torch.device("cpu")
+_CHANGED = (
+    "the parameters have changed since: a report on a GPU comes after the step with "
+    'on_nonfinite="warn"; use "stop" or "skip"'
+)
 
 
 @dataclass
@@ -130,7 +139,7 @@ class NonfiniteTrace(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         device = zero_strategy(trainer, self).engine.device
-        self._current = _MicroBatch(batch, batch_idx, _rng_states(device))
+        self._current = _MicroBatch(batch, batch_idx, random_state(device))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -156,38 +165,42 @@ class NonfiniteTrace(pl.Callback):
         self._num_traces += 1
         first, strategy = report.found[0], zero_strategy(self._trainer, self)
         engine = strategy.engine
-        has_parameters = first.step == engine.guard.step  # no step since
         is_here = first.rank == engine.comm.rank
-        module = None
-        if has_parameters:
-            module = self._empty_copy(strategy) if is_here else None
-            copy_values(engine, module)
-        own = self._trace(strategy, first, module) if is_here else None
+        made: pl.LightningModule | str | None = None
+        if first.step == engine.guard.step:  # no step since
+            made = self._copy_here(strategy) if is_here else None
+            copy_values(engine, made if isinstance(made, nn.Module) else None)
+        made = _CHANGED if made is None else made
+        own = self._trace(strategy, first, made) if is_here else None
         self.last_trace = engine.comm.control.gather_objects(own)[first.rank]
         rank_zero_warn(
             f"trace of {first.parameter} on rank {first.rank}, step {first.step}, micro-batch "
             f"{first.micro_batch}:\n  {self.last_trace}"
         )
 
-    def _empty_copy(self, strategy: ZeroStrategy) -> pl.LightningModule:
-        """The copy with memory for the engine's values, on the device if they fit."""
+    def _copy_here(self, strategy: ZeroStrategy) -> pl.LightningModule | str:
+        """A copy with memory, on the device if it fits there; or why there is none. Local."""
         assert self._copy is not None
-        engine, copy = strategy.engine, self._copy
-        ours = dict(engine.module.named_parameters())
-        for name, parameter in copy.named_parameters():
-            parameter.requires_grad_(ours[name].requires_grad)
-            parameter.data = parameter.data.to(ours[name].dtype)
-        modules = dict(copy.named_modules())
-        for name, one in engine.module.named_modules():
-            if name in modules:
-                modules[name].training = one.training
-        num_bytes = 2 * sum(parameter.nbytes for parameter in copy.parameters())  # and gradients
-        return copy.to_empty(device=engine.device if _fits(engine.device, num_bytes) else _CPU)
+        engine = strategy.engine
+        plans = [bucket.plan for bucket in engine.buckets]
+        num_bytes = 2 * sum(plan.layout.numel * plan.dtype.itemsize for plan in plans)  # and grads
+        device = engine.device if _fits(engine.device, num_bytes) else _CPU
+        try:
+            made = allocated(self._copy, engine.module, device)
+            slots = (slot for plan in plans for slot in plan.layout.slots)
+            if missing := {slot.name for slot in slots} - dict(made.named_parameters()).keys():
+                raise KeyError(*missing)
+        except Exception as error:  # on this rank alone: the others must not wait
+            return f"the module cannot be copied: {type(error).__name__}: {error}"
+        return made
 
     def _trace(
-        self, strategy: ZeroStrategy, first: NonfiniteGradient, module: pl.LightningModule | None
+        self, strategy: ZeroStrategy, first: NonfiniteGradient, module: pl.LightningModule | str
     ) -> str:
-        """Writes the file and computes the micro-batch again. Local; returns a text."""
+        """Writes the file and computes the micro-batch again. Local; returns a text.
+
+        `module`: the copy; or why there is none.
+        """
         assert self._trainer is not None
         key = first.step, first.micro_batch
         guard = strategy.engine.guard
@@ -206,17 +219,13 @@ class NonfiniteTrace(pl.Callback):
             "precision": plugin.precision,
             "scale": _scale_of(plugin) / self._trainer.accumulate_grad_batches,
         }
-        if self.saves_parameters and module is not None:
+        if self.saves_parameters and isinstance(module, nn.Module):
             state["values"] = {
                 name: value.detach().to(_CPU) for name, value in _values_of(module).items()
             }
         file = self._write(state, f"step-{first.step}-rank-{first.rank}.pt")
-        if module is None:
-            text = (
-                "the parameters have changed since: a report on a GPU comes after the step with "
-                'on_nonfinite="warn"; use "stop" or "skip"'
-            )
-        else:
+        text = module
+        if isinstance(module, nn.Module):
             text = _again(module, state, plugin.train_step_context)
         return f"{text}\n  {file}"
 
@@ -340,37 +349,12 @@ def _scale_of(plugin: Any) -> float:
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
-# -------------------------------------------------------------------- random numbers
-
-
-def _rng_states(device: torch.device) -> dict[str, Any]:
-    """States of the generators of torch, NumPy and Python, of types that torch loads safely."""
-    name, keys, *rest = np.random.get_state()
-    states: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "numpy": (name, torch.from_numpy(np.array(keys, dtype=np.int64)), *rest),
-        "python": random.getstate(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    return states
-
-
-def _set_rng_states(states: Mapping[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(states["torch"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy(), *rest))
-    random.setstate(states["python"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
-
-
 @contextmanager
 def _random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
     """Context with earlier states of the generators; restores those of now."""
-    before = _rng_states(device)
-    _set_rng_states(states, device)
+    before = random_state(device)
+    set_random_state(states, device)
     try:
         yield
     finally:
-        _set_rng_states(before, device)
+        set_random_state(before, device)

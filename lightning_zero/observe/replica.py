@@ -17,9 +17,10 @@ parameter's gradient, since single elements near zero are rounding errors; so ar
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,15 @@ from lightning_zero.optim.state_view import raw_states
 from lightning_zero.strategy.strategy import ZeroStrategy
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["PhaseDifference", "Replica", "arguments_of_step", "copy_of", "copy_values", "SILENT"]
+__all__ = [
+    "SILENT",
+    "PhaseDifference",
+    "Replica",
+    "allocated",
+    "arguments_of_step",
+    "copy_of",
+    "copy_values",
+]
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
 # kernels are rounded in another order.
@@ -84,7 +93,7 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
 
     Call it in a callback's `setup`. `on_meta`: parameters and buffers have shapes only.
     """
-    memo = _on_meta(module) if on_meta else {}
+    memo = _memo_of(module, partial(torch.empty_like, device="meta")) if on_meta else {}
     replica = copy.deepcopy(module, memo)  # which has no Trainer
     _share_memory(replica, _sharing_memory(module))
     replica.trainer = module.trainer
@@ -116,15 +125,43 @@ def _share_memory(module: nn.Module, groups: list[list[str]]) -> None:
             own[name].data = own[first].data
 
 
-def _on_meta(module: nn.Module) -> dict[int, Tensor]:
-    """Parameters and buffers without memory, by `id` of the original: a memo for `deepcopy`."""
+def allocated(
+    replica: pl.LightningModule, like: nn.Module, device: torch.device
+) -> pl.LightningModule:
+    """A copy of a replica on the meta device that has memory, without values.
+
+    Args:
+        replica: Result of `copy_of(..., on_meta=True)`, which stays as it is.
+        like: Module with the same names, of which it gets the dtypes of parameters, which of them
+            are trainable, and which modules are in training mode.
+        device: Device of the memory.
+
+    Raises:
+        KeyError: `like` lacks a parameter or a module of `replica`.
+    """
+    memo = _memo_of(replica, partial(torch.empty_like, device=device))
+    made = copy.deepcopy(replica, memo)
+    made.trainer = replica.trainer
+    ours, modules = dict(like.named_parameters()), dict(like.named_modules())
+    for name, parameter in made.named_parameters():
+        parameter.data = parameter.data.to(ours[name].dtype)
+        parameter.requires_grad_(ours[name].requires_grad)
+    for name, module in made.named_modules():
+        module.training = modules[name].training
+    return made
+
+
+def _memo_of(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
+    """A memo for `deepcopy` with which `make` makes the tensors of the copy; ties stay.
+
+    Tensors of other classes, such as quantized ones, are copied.
+    """
     memo: dict[int, Tensor] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
         if type(tensor) is nn.Parameter:
-            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad)
+            memo[id(tensor)] = nn.Parameter(make(tensor.detach()), tensor.requires_grad)
         elif type(tensor) is Tensor:
-            memo[id(tensor)] = empty
+            memo[id(tensor)] = make(tensor)
     return memo
 
 

@@ -205,6 +205,15 @@ def test_a_damaged_state_is_found_by_its_checksum(tmp_path):
     assert any("__1_0.distcp" in line for line in find_damage(path))
 
 
+@pytest.fixture(params=[np.random.MT19937, np.random.PCG64])
+def generator(request):
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(request.param(3))
+    yield
+    np.random.set_bit_generator(before)
+
+
+@pytest.mark.usefixtures("generator")
 def test_random_states_are_restored_as_they_were():
     state = random_state(_CPU)
     expected = torch.rand(3), np.random.rand(3), random.random(), random.gauss(0, 1)

@@ -13,8 +13,9 @@ from torch import nn
 
 from lightning_zero import NonfiniteGradientError
 from lightning_zero.callbacks import NonfiniteTrace
+from lightning_zero.observe.replica import allocated, copy_of
 from tests.support.fitting import fit, make_trainer, settings
-from tests.support.models import MLPModule
+from tests.support.models import MLPModule, TiedModule
 from tests.support.ranks import run_ranks
 
 
@@ -99,6 +100,48 @@ def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     assert found[1][1].startswith("backward, in module net.5 (Bad)")
     (path,) = Path(tmp_path).iterdir()
     assert torch.load(path, weights_only=True)["batch_idx"] == 1
+
+
+class Uncopyable(BadModule):
+    """Its copy has a parameter less."""
+
+    def __deepcopy__(self, memo):
+        made = BadModule(ranks=2)
+        del made.net[4].bias
+        return made
+
+
+def _trace_uncopyable(rank, world_size, folder):
+    trace = NonfiniteTrace(folder)
+    spec = settings(3, on_nonfinite="skip")
+    outcome = fit(rank, world_size, spec, partial(Uncopyable, ranks=2), {"callbacks": [trace]})
+    return trace.last_trace, outcome.global_step
+
+
+def test_a_module_that_cannot_be_copied_is_reported_and_no_rank_waits(tmp_path):
+    for text, _ in run_ranks(2, _trace_uncopyable, str(tmp_path), has_group=False):
+        assert text.startswith("the module cannot be copied: KeyError: 'net.4.bias'")
+        assert "step-1-rank-1.pt" in text
+
+
+def test_a_file_that_cannot_be_written_is_in_the_text_and_the_module_is_named_nevertheless(
+    tmp_path,
+):
+    (tmp_path / "file").touch()  # no folder can be made there
+    found = traced(settings(2, on_nonfinite="skip"), tmp_path / "file" / "folder")
+    for _, text, _ in found:
+        assert text.startswith("backward, in module net.5 (Bad)")
+        assert "its file was not written: NotADirectoryError" in text
+
+
+def test_a_copy_with_memory_keeps_ties_and_leaves_the_one_without():
+    module = TiedModule()
+    module.trainer = make_trainer("auto", devices=1)
+    replica = copy_of(module, on_meta=True)
+    made = allocated(replica, module, torch.device("cpu"))
+    assert made.last.weight is made.first.weight
+    assert made.first.weight.device.type == "cpu"
+    assert all(parameter.is_meta for parameter in replica.parameters())
 
 
 class Manual(MLPModule):
