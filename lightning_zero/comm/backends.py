@@ -47,7 +47,7 @@ class Unfilled:
         numel: Number of elements.
         dtype: Dtype in which gloo sends them. Others send the dtype of the sum.
         fill: Writes all elements of a 1-D tensor, in any floating dtype.
-        reads: Tensors that `fill` reads. They are kept until the collective is done.
+        reads: Tensors that `fill` reads. On a device they are kept until the collective is done.
     """
 
     numel: int

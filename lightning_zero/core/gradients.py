@@ -11,7 +11,8 @@ the mean of this shard group only.
 [Note: Local gradients] `parameter.grad` is None before the first backward of a step, and autograd
 hands over a tensor of its own. If gradients are sharded, every backward is reduced, and `.grad`
 keeps this tensor until then. The reduction writes all of a bucket into a flat buffer where that is
-sent: on a device one fused copy on the stream of reductions, in the dtype of the sum, as in FSDP2.
+sent: on a device one foreach copy on the stream of reductions, in the dtype of the sum. (FSDP2
+copies on the compute stream, which frees the gradients earlier.)
 Otherwise gradients outlive the backward. The first one is copied into the unsharded buffer, and
 `.grad` is set to the view, into which later micro-batches accumulate. (Setting `.grad` in advance
 would make the first gradient an addition to zeros: twice the memory traffic.) This buffer has the
@@ -198,9 +199,6 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter in self._parameters:
                 parameter.grad = None
-        for index, is_local in enumerate(self.is_local):
-            if is_local and index not in local:  # a hook has dropped it
-                self.is_touched[index] = False
         self.is_local = [False] * len(self._parameters)
         name, split_sizes = self._plan.name, self._plan.layout.split_sizes
         if buffer is not None:
@@ -541,7 +539,7 @@ class Gradients:
     def _keep_local(self, index: int, grad: Tensor) -> None:
         """Copies a tensor that the user has set as `.grad` over the accumulated gradient."""
         if self.unsharded_grads is None:
-            return  # sharded: it is reduced as it is
+            return
         view = self.unsharded_grads.views[index]
         if grad is not view:
             view.copy_(grad)

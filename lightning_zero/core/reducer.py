@@ -164,15 +164,16 @@ class Reducer:
     def reduce(self, bucket: Bucket) -> None:
         """Issues the reduction of `bucket` with the available gradients. Collective."""
         if self._is_in_backward:
-            self._reduce(bucket)
+            self._reduce(bucket, is_looked_at=False)
         else:
             bucket.grads.reduce_zeros(averages=self.ends_step and self._config.overlap_comm)
             self._reduced.add(bucket)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, bucket: Bucket, *, is_looked_at: bool) -> None:
         self.finish()
         local = bucket.grads.local_grads()
-        self.guard.look(bucket, local, precedes_reduction=True)
+        if not is_looked_at:
+            self.guard.look(bucket, local, precedes_reduction=True)
         bucket.grads.reduce(local)
         self._reduced.add(bucket)
         self.in_flight = bucket
@@ -223,7 +224,7 @@ class Reducer:
         is_next = self._agree_on_sequence()
         self._order.conclude_backward(is_complete=is_next and not remaining)
         for bucket in remaining:
-            self._reduce(bucket)
+            self._reduce(bucket, is_looked_at=True)  # in `_mask`
         self.finish()
         for bucket in self._sequence:
             if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):

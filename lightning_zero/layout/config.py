@@ -181,9 +181,8 @@ class ZeroConfig:
             infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
             or left out ("skip"). None: gradients are not looked at. All stages.
-        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which
-            one more is an error.
-            Needs `on_nonfinite="skip"`.
+        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which one
+            more is an error. Needs `on_nonfinite="skip"`.
 
     Raises:
         ValueError: A value is out of range, or an option does not apply in this stage.
