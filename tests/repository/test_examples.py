@@ -160,6 +160,19 @@ def test_the_main_job_trains_with_another_strategy(tmp_path, words):
 
 
 @pytest.mark.slow
+def test_the_main_job_is_compared_with_data_parallel_and_a_nan_in_it_is_traced(tmp_path):
+    run_main_job(tmp_path / "audit", *SMALL, "callbacks=audit", "zero=stage3")
+    log = (tmp_path / "audit" / "train.log").read_text()
+    assert "audit: 3 steps equal those of plain data parallel" in log
+    words = ["callbacks=nonfinite_trace", "trainer.strategy.on_nonfinite=stop", "model.lr=1e30"]
+    folder = tmp_path / "trace"
+    with pytest.raises(AssertionError, match="NonfiniteGradientError"):
+        run_main_job(folder, *SMALL, *words)
+    (path,) = (folder / "nonfinite").iterdir()
+    assert torch.load(path, weights_only=True)["values"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["default", "fdr", "overfit"])
 def test_debugging_trains(tmp_path, choice):
     fewer = ["data.num_validation_windows=16", "test=true"]
