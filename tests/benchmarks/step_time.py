@@ -71,7 +71,8 @@ def main() -> None:
 
 def _parse() -> tuple[Run, Path | None]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    by_default = [name for name in SYSTEMS if not name.endswith("-unguarded")]
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=by_default)
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default 30)")
     parser.add_argument("--warmup", type=int, default=3, help="rounds before them (default 3)")
     parser.add_argument("--steps-per-turn", type=int, default=1, help="steps in a row (default 1)")

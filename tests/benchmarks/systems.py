@@ -273,6 +273,8 @@ def _system_makers() -> dict[str, Callable[[], System] | str]:
     for stage in (0, 1, 2, 3):
         ours = partial(LightningZero, stage=stage)
         makers[f"zero{stage}"] = ours if has_engine else "not available"
+        unguarded = partial(ours, settings={"on_nonfinite": None})
+        makers[f"zero{stage}-unguarded"] = unguarded if has_engine else "not available"
     for stage in (1, 2, 3):
         theirs = partial(DeepSpeed, stage=stage)
         makers[f"deepspeed{stage}"] = make_available("deepspeed", theirs)
