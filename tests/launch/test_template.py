@@ -76,7 +76,8 @@ def test_the_template_writes_to_all_its_loggers(run, tmp_path):
     pytest.importorskip(NEEDS["tensorboard"])
     run("train", "trainer=zero3", f"hydra.run.dir={tmp_path}/run", "logger=many_loggers")
     for pattern in ("csv/*/metrics.csv", "tensorboard/*/events.*", "wandb/offline-run-*/*.wandb"):
-        assert len(list((tmp_path / "run").glob(pattern))) == 1, pattern
+        # Of rank 0 alone. The test of a run has a file of events of its own.
+        assert len({path.parent for path in (tmp_path / "run").glob(pattern)}) == 1, pattern
 
 
 @pytest.mark.slow

@@ -201,7 +201,7 @@ FULL_TENSOR_OPTIMIZERS = {
 
 @pytest.mark.default_cases("Adamax-3")
 @pytest.mark.shows("elementwise optimizers")
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(ELEMENTWISE))
 def test_elementwise_optimizers_equal_ddp(optimizer, stage):
     factory = partial(OptimizerModule, ELEMENTWISE[optimizer], ranks=2, num_batches=5)
