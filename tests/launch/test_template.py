@@ -76,7 +76,7 @@ def test_the_template_writes_to_all_its_loggers(run, tmp_path):
     pytest.importorskip(NEEDS["tensorboard"])
     run("train", "trainer=zero3", f"hydra.run.dir={tmp_path}/run", "logger=many_loggers")
     for pattern in ("csv/*/metrics.csv", "tensorboard/*/events.*", "wandb/offline-run-*/*.wandb"):
-        # Of rank 0 alone. The test of a run has a file of events of its own.
+        # Rank 0 writes it; the test of a run writes event files of its own.
         assert len({path.parent for path in (tmp_path / "run").glob(pattern)}) == 1, pattern
 
 
