@@ -180,6 +180,13 @@ class Gradients:
         pairs = zip(self._parameters, self.is_touched, strict=True)
         return all(is_touched or not p.requires_grad for p, is_touched in pairs)
 
+    def is_zero(self) -> bool:
+        """Whether no gradient is left, or only zeros. Local, after `prepare`; waits."""
+        found = [bool(grad.any()) for grad in self.local_grads().values()]
+        if any(self.is_reduced):
+            self.apply_(lambda mean: found.append(bool(mean.any())))
+        return not any(found)
+
     # ---------------------------------------------------------------- reduction
 
     def local_grads(self) -> dict[int, Tensor]:

@@ -12,11 +12,13 @@ costs nothing but the look.
 
 A step ends with the step of an optimizer, or when its gradients are zeroed without one, as after
 a loss scaler's skip. Gradients may be zeroed on some ranks only, so each rank sends in that round
-whether it continues a step: if any does, the step that is to be skipped is still the same.
+whether it continues a step: if any does, all do, and the step that is to be skipped is still the
+same. What was found in gradients that have been zeroed since is reported, and skips no step.
 
 On a device the host does not wait for the result. It is copied to the CPU while the device works,
-and sent in the round of the next backward, so that with "warn" a report is one backward late,
-and the last backward has none: a rank that closes may do so alone, after an exception.
+and sent in the round of the next backward, so that with "warn" a report is one backward late. The
+last one comes with `finish`, at the end of a Trainer's training; an engine that is closed has no
+such end, since a rank may close it alone, after an exception.
 "stop" and "skip" must know it before the step: at the end of the last backward of a step the host
 waits for the device, as a loss scaler does.
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import cmath
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -108,12 +111,16 @@ class NonfiniteReport:
             64 of each rank.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
         num_more: Non-finite gradients that `found` leaves out.
+        age: Backwards since the first of them; 0: it is of the last backward.
+        is_current: Whether the first of them is of the step of the last backward.
     """
 
     step: int
     found: tuple[NonfiniteGradient, ...]
     losses: tuple[float | None, ...]
-    num_more: int = 0
+    num_more: int
+    age: int
+    is_current: bool
 
     def __str__(self) -> str:
         lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
@@ -130,10 +137,17 @@ class NonfiniteReport:
 class _Look(NamedTuple):
     """Gradient at which a rank has looked."""
 
-    step: int
-    micro_batch: int
+    backward: int
     bucket: Bucket
     slot: int
+
+
+class _Found(NamedTuple):
+    """Gradient that is not finite, and how many of its elements; None: not counted."""
+
+    look: _Look
+    num_nan: int | None
+    num_inf: int | None
 
 
 class _Copy(NamedTuple):
@@ -144,6 +158,15 @@ class _Copy(NamedTuple):
     copied: Event
 
 
+class _OwnReport(NamedTuple):
+    """What one rank has found; an age counts the backwards since."""
+
+    found: list[tuple[int, NonfiniteGradient]]  # with their ages
+    losses: dict[int, float | None]  # by age
+    num_more: int
+    step: int  # of the last backward
+
+
 class NonfiniteGuard:
     """Looks at this rank's gradients, reports on all ranks, and decides whether a step is skipped.
 
@@ -151,31 +174,33 @@ class NonfiniteGuard:
         policy: "warn", "stop", "skip"; None: gradients are not looked at.
         last_report: The last report, the same on every rank; None: there was none.
         num_skipped: Steps that were skipped.
-        step: Number of the step that the last backward belongs to, from 0.
-        micro_batch: Number of the last backward in its step, from 0; -1: there was none.
+        num_backwards: Backwards that have begun.
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self.policy = config.on_nonfinite
         self.last_report: NonfiniteReport | None = None
-        self.num_skipped = 0
+        self.num_skipped = self.num_backwards = 0
         self.skips_step = False
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
         self._max_skips = config.max_skips
         self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
-        self.step, self.micro_batch = 0, -1
-        self._begins_step = False  # since the last round, as far as this rank knows
+        # First backward of each of the last steps. Until all ranks have agreed, a step begins only
+        # as far as this rank knows.
+        self._starts: list[int] = []
+        self._first_step = 0  # number of the step that begins with the first of them
+        self._num_agreed = 0  # of them
         self._next_loss: Tensor | float | None = None  # of the backward that begins next
-        self._losses: dict[tuple[int, int], Tensor | float | None] = {}  # by step and micro-batch
+        self._losses: dict[int, Tensor | float | None] = {}  # by backward
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 1-D, one tensor for each bucket
         self._discarded: list[Tensor] = []  # by `reset`; a side stream may still write to them
         self._copies: list[_Copy] = []
-        self._found: list[NonfiniteGradient] = []  # not reported yet
-        self._named: set[tuple[int, str]] = set()  # by step: parameters found
+        self._found: list[_Found] = []  # not reported yet
+        self._named: set[tuple[int, str]] = set()  # parameters found, with the start of their step
         self._listeners: list[Callable[[NonfiniteReport], None]] = []
 
     def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
@@ -199,15 +224,16 @@ class NonfiniteGuard:
 
         `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
         """
-        if is_new_step and self.micro_batch >= 0:
-            self._begins_step = True
-            self.step, self.micro_batch = self.step + 1, -1
-            # On a device, results of the last step may still follow.
-            self._named = {key for key in self._named if key[0] == self.step - 1}
-            self._losses = {key: v for key, v in self._losses.items() if key[0] == self.step - 1}
-        self.micro_batch += 1
-        self._losses[self.step, self.micro_batch] = self._next_loss
+        if is_new_step or not self._starts:
+            self._starts.append(self.num_backwards)
+        self._losses[self.num_backwards] = self._next_loss
         self._next_loss = None
+        self.num_backwards += 1
+
+    @property
+    def oldest_backward(self) -> int:
+        """Number of the oldest backward that a report may name, from 0."""
+        return self._starts[0] if self._starts else 0
 
     @property
     def decides(self) -> bool:
@@ -219,7 +245,8 @@ class NonfiniteGuard:
         self._discarded += self._maxima
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
-        self.skips_step = self._begins_step = False
+        self._num_agreed = len(self._starts)
+        self.skips_step = False
 
     # ---------------------------------------------------------------- a look
 
@@ -243,8 +270,7 @@ class NonfiniteGuard:
             if not _is_finite(grad):
                 num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
                 if num_nan or num_inf:
-                    look = _Look(self.step, self.micro_batch, bucket, slot)
-                    self._add(look, num_nan, num_inf)
+                    self._add(_Found(self._look_of(bucket, slot), num_nan, num_inf))
 
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
@@ -256,8 +282,7 @@ class NonfiniteGuard:
         self, bucket: Bucket, grads: Mapping[int, Tensor], stream: AbstractContextManager[Any]
     ) -> None:
         """Begins a look on a device, on `stream`, without waiting for it."""
-        step, micro_batch = self.step, self.micro_batch
-        self._looks += [_Look(step, micro_batch, bucket, slot) for slot in grads]
+        self._looks += [self._look_of(bucket, slot) for slot in grads]
         maxima = torch.empty(len(grads), dtype=torch.float64, device=bucket.device)
         self._maxima.append(maxima)
         with stream:
@@ -288,26 +313,24 @@ class NonfiniteGuard:
                 continue
             for look, maximum in zip(one.looks, one.maxima.tolist(), strict=True):
                 if maximum != maximum:
-                    self._add(look, None, 0)
+                    self._add(_Found(look, None, 0))
                 elif maximum == torch.inf:
-                    self._add(look, 0, None)
+                    self._add(_Found(look, 0, None))
 
-    def _add(self, look: _Look, num_nan: int | None, num_inf: int | None) -> None:
-        slot = look.bucket.plan.layout.slots[look.slot]
-        if (look.step, slot.name) not in self._named:
-            self._named.add((look.step, slot.name))
-            rank = self._control.rank
-            self._found.append(
-                NonfiniteGradient(
-                    rank,
-                    slot.name,
-                    look.step,
-                    look.micro_batch,
-                    num_nan,
-                    num_inf,
-                    slot.numel,
-                )
-            )
+    def _look_of(self, bucket: Bucket, slot: int) -> _Look:
+        return _Look(self.num_backwards - 1, bucket, slot)
+
+    def _add(self, found: _Found) -> None:
+        look = found.look
+        name = look.bucket.plan.layout.slots[look.slot].name
+        key = self._starts[self._step_at(look.backward)], name
+        if key not in self._named:
+            self._named.add(key)
+            self._found.append(found)
+
+    def _step_at(self, backward: int) -> int:
+        """Index in `_starts` of the step of a backward."""
+        return max(0, bisect_right(self._starts, backward) - 1)
 
     # ---------------------------------------------------------------- agreement and report
 
@@ -316,7 +339,8 @@ class NonfiniteGuard:
 
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
-        return [not self._begins_step, self._has_found(ends_step=ends_step)]
+        begins_step = len(self._starts) > self._num_agreed
+        return [not begins_step, self._has_found(ends_step=ends_step)]
 
     def receive_flags(self, flags: Sequence[int]) -> bool:
         """Takes what any rank has sent; returns whether any has found something. Local.
@@ -324,10 +348,26 @@ class NonfiniteGuard:
         The last step is left unless a rank continues it: no rank may skip a step alone.
         """
         continues_step, has_found = map(bool, flags)
-        self._begins_step = False
-        if not continues_step:
+        if continues_step:
+            del self._starts[max(1, self._num_agreed) :]
+        else:
             self.skips_step = False
+        self._forget_earlier_steps()
+        self._num_agreed = len(self._starts)
         return has_found
+
+    def _forget_earlier_steps(self) -> None:
+        """Forgets steps before the last one, unless results of them are on their way."""
+        pending = [one.looks[0].backward for one in self._copies]
+        pending += [one.look.backward for one in self._found]
+        oldest = self._step_at(min(pending, default=self.num_backwards))
+        num_dropped = max(0, min(oldest, len(self._starts) - 2))
+        if num_dropped:
+            del self._starts[:num_dropped]
+            self._first_step += num_dropped
+            oldest_backward = self.oldest_backward
+            self._losses = {key: v for key, v in self._losses.items() if key >= oldest_backward}
+            self._named = {key for key in self._named if key[0] >= oldest_backward}
 
     def _has_found(self, *, ends_step: bool) -> bool:
         """Whether this rank has found something that is not reported yet."""
@@ -345,23 +385,38 @@ class NonfiniteGuard:
         """
         self._copy_maxima()
         self._receive(waits=True)
-        losses = {k: None if loss is None else float(loss) for k, loss in self._losses.items()}
+        last = self.num_backwards - 1
+        # Ranks may have numbered backwards differently after an exception; ages are the same.
+        losses = {
+            last - backward: None if loss is None else float(loss)
+            for backward, loss in self._losses.items()
+        }
         found, self._found = self._found, []
-        num_more = len(found[_MAX_SENT:])
-        by_rank = self._control.gather_objects((found[:_MAX_SENT], losses, num_more))
-        everything = [one for own, _, _ in by_rank for one in own]
-        everything.sort(key=lambda one: (one.step, one.micro_batch, one.rank))
-        key = everything[0].step, everything[0].micro_batch
+        own = _OwnReport(
+            [(last - one.look.backward, self._describe(one)) for one in found[:_MAX_SENT]],
+            losses,
+            len(found[_MAX_SENT:]),
+            self._first_step + len(self._starts) - 1,
+        )
+        by_rank: list[_OwnReport] = self._control.gather_objects(own)
+        everything = [pair for one in by_rank for pair in one.found]
+        everything.sort(key=lambda pair: (-pair[0], pair[1].rank))
+        are_current = [one.step == by_rank[one.rank].step for _, one in everything]
+        age, first = everything[0]
         report = NonfiniteReport(
-            key[0],
-            tuple(everything),
-            tuple(own.get(key) for _, own, _ in by_rank),
-            sum(number for _, _, number in by_rank),
+            first.step,
+            tuple(one for _, one in everything),
+            tuple(one.losses.get(age) for one in by_rank),
+            sum(one.num_more for one in by_rank),
+            age,
+            are_current[0],
         )
         self.last_report = report
         text = str(report)
         if self._has_scaler:
             text += "\nThe loss scaler decides: it skips the step and lowers its scale."
+        elif self.policy == "skip" and not any(are_current):
+            text += "\nNo step is skipped: none will use them."
         elif self.policy == "skip":
             self.num_skipped += not self.skips_step
             self.skips_step = True
@@ -371,6 +426,35 @@ class NonfiniteGuard:
                 listener(report)
         finally:
             self._raise_or_warn(text)
+
+    def finish(self) -> None:
+        """Reports what is not reported yet, as the last backward on a device. Collective.
+
+        At the end of training, when no backward will follow. May raise as `report` does.
+        """
+        if self.policy is None:
+            return
+        self._copy_maxima()
+        self._receive(waits=True)
+        if any(self._control.gather_objects(bool(self._found))):
+            self._starts.append(self.num_backwards)  # what is left is of no step to come
+            try:
+                self.report()
+            finally:
+                self._starts.pop()
+
+    def _describe(self, found: _Found) -> NonfiniteGradient:
+        look, index = found.look, self._step_at(found.look.backward)
+        slot = look.bucket.plan.layout.slots[look.slot]
+        return NonfiniteGradient(
+            self._control.rank,
+            slot.name,
+            self._first_step + index,
+            look.backward - self._starts[index],
+            found.num_nan,
+            found.num_inf,
+            slot.numel,
+        )
 
     def skips(self, optimizer: object) -> bool:
         """Whether the step of `optimizer` that begins now is skipped. Local.

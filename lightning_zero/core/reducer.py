@@ -63,6 +63,7 @@ class Reducer:
         self.in_flight: Bucket | None = None
         self.has_stepped = False
         self.is_mid_step = False
+        self._has_left_any = False  # gradients, after the last backward
 
     def step_order(self) -> Sequence[Bucket]:
         """The order in which the next forward needs the buckets, the same on every rank.
@@ -93,11 +94,19 @@ class Reducer:
         for bucket in self._buckets:
             bucket.wait_for_step()
             bucket.grads.prepare(outlives_backward=outlives_backward, expected=touched.get(bucket))
-        grads = [bucket.grads for bucket in self._buckets]
-        is_any_left = any(any(one.is_local) or any(one.is_reduced) for one in grads)
-        continues_step = self.is_mid_step or is_any_left
-        self.guard.begin(is_new_step=self.has_stepped or not continues_step)
+        self.guard.begin(is_new_step=self.has_stepped or not self._continues_step())
         self.has_stepped = False
+
+    def _continues_step(self) -> bool:
+        """Whether gradients of the last backward are left, as far as this rank knows.
+
+        Where a step is to be skipped, gradients that are zero count as zeroed.
+        """
+        grads = [bucket.grads for bucket in self._buckets]
+        if self.guard.skips_step:
+            return not all(one.is_zero() for one in grads)
+        is_any_left = any(any(one.is_local) or any(one.is_reduced) for one in grads)
+        return is_any_left or (self.is_mid_step and not self._has_left_any)
 
     def drop_gradients(self) -> None:
         """Sets `.grad` of every parameter to None. Local."""
@@ -141,6 +150,8 @@ class Reducer:
         self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
+        grads = [bucket.grads for bucket in self._buckets]
+        self._has_left_any = any(any(one.is_local) or any(one.is_reduced) for one in grads)
         self._comm.free_scratch()
 
     def reset(self, *, has_regrouped: bool = False) -> None:

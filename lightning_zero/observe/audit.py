@@ -117,7 +117,7 @@ class Audit(pl.Callback):
         ):
             raise ValueError(
                 "the comparison with plain data parallel needs automatic optimization and the "
-                "default configure_gradient_clipping."
+                "default configure_gradient_clipping; remove against_data_parallel."
             )
         self._copy = copy_of(pl_module)
 

@@ -28,7 +28,7 @@ from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import rank_zero_warn
 from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.checkpoint.remote import is_remote
-from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
+from lightning_zero.core.guard import NonfiniteReport
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
 from lightning_zero.observe.replica import (
     SILENT,
@@ -107,8 +107,7 @@ class NonfiniteTrace(pl.Callback):
         self._copy: pl.LightningModule | None = None  # on the meta device
         self._folder = Path(_FOLDER)
         self._num_traces = 0
-        self._current: _MicroBatch | None = None  # whose backward has not ended
-        self._earlier: dict[tuple[int, int], _MicroBatch] = {}  # by step and micro-batch
+        self._micro_batches: dict[int, _MicroBatch] = {}  # by the number of their backward
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -138,23 +137,16 @@ class NonfiniteTrace(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        device = zero_strategy(trainer, self).engine.device
-        self._current = _MicroBatch(batch, batch_idx, random_state(device))
-
-    @override
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        guard = zero_strategy(trainer, self).engine.guard
-        if self._current is not None:
-            self._earlier = {
-                key: one for key, one in self._earlier.items() if key[0] >= guard.step - 1
-            }
-            self._earlier[guard.step, guard.micro_batch] = self._current
-            self._current = None
+        engine = zero_strategy(trainer, self).engine
+        guard = engine.guard
+        kept = {n: one for n, one in self._micro_batches.items() if n >= guard.oldest_backward}
+        kept[guard.num_backwards] = _MicroBatch(batch, batch_idx, random_state(engine.device))
+        self._micro_batches = kept
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = self._copy = self._current = None
-        self._earlier = {}
+        self._trainer = self._copy = None
+        self._micro_batches = {}
 
     # ---------------------------------------------------------------- a report
 
@@ -167,11 +159,11 @@ class NonfiniteTrace(pl.Callback):
         engine = strategy.engine
         is_here = first.rank == engine.comm.rank
         made: pl.LightningModule | str | None = None
-        if first.step == engine.guard.step:  # no step since
+        if report.is_current:
             made = self._copy_here(strategy) if is_here else None
             copy_values(engine, made if isinstance(made, nn.Module) else None)
         made = _CHANGED if made is None else made
-        own = self._trace(strategy, first, made) if is_here else None
+        own = self._trace(strategy, report, made) if is_here else None
         self.last_trace = engine.comm.control.gather_objects(own)[first.rank]
         rank_zero_warn(
             f"trace of {first.parameter} on rank {first.rank}, step {first.step}, micro-batch "
@@ -195,18 +187,16 @@ class NonfiniteTrace(pl.Callback):
         return made
 
     def _trace(
-        self, strategy: ZeroStrategy, first: NonfiniteGradient, module: pl.LightningModule | str
+        self, strategy: ZeroStrategy, report: NonfiniteReport, module: pl.LightningModule | str
     ) -> str:
         """Writes the file and computes the micro-batch again. Local; returns a text.
 
         `module`: the copy; or why there is none.
         """
         assert self._trainer is not None
-        key = first.step, first.micro_batch
-        guard = strategy.engine.guard
-        micro_batch = self._earlier.get(key)
-        if key == (guard.step, guard.micro_batch):
-            micro_batch = self._current
+        first = report.found[0]
+        number = strategy.engine.guard.num_backwards - 1 - report.age
+        micro_batch = self._micro_batches.get(number)
         if micro_batch is None:
             return "its batch is not known any more"
         plugin = strategy.precision_plugin

@@ -225,7 +225,7 @@ class Replica:
         if len(optimizers) != 1 or len(engine.optimizers) != 1:
             raise ValueError(
                 "the comparison with plain data parallel needs one optimizer, got "
-                f"{len(engine.optimizers)}."
+                f"{len(engine.optimizers)}; remove against_data_parallel."
             )
         self._optimizer: Optimizer = optimizers[0]
         self._main: Optimizer = engine.optimizers[0]

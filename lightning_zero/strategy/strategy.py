@@ -390,6 +390,7 @@ class ZeroStrategy(EngineStrategy):
     @override
     def on_train_end(self) -> None:
         self.finish_saving()
+        self.engine.guard.finish()
 
     def finish_saving(self, *, warns: bool = False) -> None:
         """Waits until the checkpoint that `async_save` is writing is complete. Local.

@@ -326,6 +326,53 @@ def test_a_step_that_the_caller_leaves_out_is_a_step(stage):
         assert num_losses <= 3 * ACCUMULATION
 
 
+def _zero_and_go_on(rank, world_size, options, syncs, zero_):
+    """A step whose gradients are zeroed without a step, then a clean one, then one on rank 0."""
+    module, _, engine = engine_for(options | {"on_nonfinite": "skip"})
+    module.blocks[1].poison = (NAN,) if rank == 1 else ()
+    with contextlib.nullcontext() if syncs else engine.no_sync():
+        warned = pytest.warns(NonfiniteGradientWarning) if rank == 0 else contextlib.nullcontext()
+        with warned if syncs else contextlib.nullcontext():
+            engine.backward(module(micro_batch(rank, 0, 0)))
+    skipped = [engine.guard.skips_step]
+    engine.zero_grad(set_to_none=not zero_)
+    module.blocks[1].poison = ()
+    with contextlib.nullcontext() if syncs or rank != 0 else pytest.warns(match="No step is"):
+        engine.backward(module(micro_batch(rank, 1, 0)))
+    skipped.append(engine.guard.skips_step)
+    assert (engine.guard.last_report.step, engine.guard.last_report.is_current) == (0, syncs)
+    engine.close()
+    return skipped
+
+
+@pytest.mark.parametrize(
+    ("options", "syncs", "zero_"),
+    [
+        ({"stage": 1}, True, True),
+        ({"stage": 3, "offload_optimizer": "cpu"}, True, True),
+        ({"stage": 1}, False, False),
+    ],
+)
+def test_gradients_that_are_zeroed_without_a_step_skip_no_later_step(options, syncs, zero_):
+    found = run_ranks(2, _zero_and_go_on, options, syncs, zero_)
+    assert found == 2 * [[syncs, False]]
+
+
+def _end(rank, world_size):
+    module, _, engine = engine_for({"stage": 1})
+    module.blocks[1].poison = (NAN,) if rank == 1 else ()
+    with engine.no_sync():
+        engine.backward(module(micro_batch(rank, 0, 0)))
+    with pytest.warns(match="rank 1, micro-batch 0") if rank == 0 else contextlib.nullcontext():
+        engine.guard.finish()
+    engine.guard.finish()
+    engine.close()
+
+
+def test_what_is_not_reported_yet_is_reported_at_the_end_of_training():
+    run_ranks(2, _end)
+
+
 def _two_backwards_then_two_steps(rank, world_size):
     """As in a GAN: the second backward does not end the skip of the first."""
     module, _, engine = engine_for(
