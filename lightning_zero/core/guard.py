@@ -267,7 +267,9 @@ class NonfiniteGuard:
         dtype = bucket.plan.dtype  # in which gloo sends a wider gradient, which may overflow
         for slot, own in grads.items():
             grad = own.to(dtype) if own.dtype.itemsize > dtype.itemsize else own
-            if not _is_finite(grad):
+            # The sum is not finite if an element is not, and if it overflows, as float16 soon does.
+            sum_dtype = torch.float32 if grad.dtype == torch.float16 else None
+            if not cmath.isfinite(grad.sum(dtype=sum_dtype).item()):
                 num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
                 if num_nan or num_inf:
                     self._add(_Found(self._look_of(bucket, slot), num_nan, num_inf))
@@ -482,13 +484,6 @@ class NonfiniteGuard:
             )
         if self._control.rank == 0:
             warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
-
-
-def _is_finite(values: Tensor) -> bool:
-    """Whether the sum is finite: False for any non-finite element, and if the sum overflows."""
-    # 16 bits are summed in 32, but float16 results overflow early.
-    dtype = torch.float32 if values.dtype == torch.float16 else None
-    return cmath.isfinite(values.sum(dtype=dtype).item())
 
 
 def _value_of(loss: Tensor | None) -> Tensor | float | None:

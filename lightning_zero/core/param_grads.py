@@ -49,7 +49,8 @@ class ParamGrads:
     def __init__(self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot]) -> None:
         self._parameters = parameters
         self._slots = slots
-        self._placeholders: dict[int, Tensor] = {}  # by slot: same shape, no memory
+        # Tensors of the full shapes, by slot, without memory.
+        self._placeholders: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
 
     def read(self) -> list[Tensor | None]:
         """`.grad` of every parameter."""
@@ -74,18 +75,17 @@ class ParamGrads:
                 if data.shape == grad.shape and data.device == grad.device:
                     parameter.grad = grad
                     continue
-                parameter.data = self._placeholder(index, data.dtype, grad.device)
+                key = data.dtype, grad.device
+                if key not in self._placeholders:
+                    self._placeholders[key] = self._make_placeholders(*key)
+                parameter.data = self._placeholders[key][index]
                 parameter.grad = grad
                 parameter.data = data
 
-    def _placeholder(self, index: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of the full shape of slot `index`, without memory."""
-        known = self._placeholders.get(index)
-        if known is not None and known.dtype == dtype and known.device == device:
-            return known
+    def _make_placeholders(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
         one = torch.empty((), dtype=dtype, device=device)
-        made = self._placeholders[index] = one.expand(self._slots[index].shape)
-        made.untyped_storage().resize_(0)
+        made = [one.expand(slot.shape) for slot in self._slots]
+        one.untyped_storage().resize_(0)
         return made
 
     def assign(self, index: int, grad: Tensor) -> None:
