@@ -37,7 +37,10 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available as _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.rank_zero import _get_rank as _get_rank
-from lightning.fabric.utilities.seed import reset_seed as reset_seed
+from lightning.fabric.utilities.seed import (
+    pl_worker_init_function as pl_worker_init_function,
+    reset_seed as reset_seed,
+)
 from lightning.fabric.utilities.throughput import get_available_flops as get_available_flops
 from lightning.fabric.utilities.types import (
     _PATH as _PATH,

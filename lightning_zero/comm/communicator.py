@@ -35,6 +35,7 @@ from lightning_zero.comm.backends import (
     backend_for,
 )
 from lightning_zero.comm.control import Channel, GlooControlPlane
+from lightning_zero.comm.world import split_world
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import (
     disconnect_groups,
@@ -158,28 +159,15 @@ class Communicator:
         gather = replica = None
         if self._group is not None:
             if mesh.num_replicas > 1:
-                shard = self._split(mesh.shard_groups())
+                shard = split_world(mesh.shard_groups(), self._timeout, self._group)
             if self._separates_gathers and backend_for(self.device) != "gloo":
-                gather = self._split(mesh.shard_groups())
+                gather = split_world(mesh.shard_groups(), self._timeout, self._group)
             if mesh.num_replicas > 1:
-                replica = self._split(mesh.replica_groups())
+                replica = split_world(mesh.replica_groups(), self._timeout, self._group)
                 self._replicas = self._make_backend(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]
         self._backend = self._make_backend(shard, mesh.shard_rank, mesh.num_shards, gather)
-
-    def _split(self, groups: list[list[int]]) -> Any:
-        """Returns this rank's new group of `groups`, each rank being in one of them. Collective.
-
-        NCCL splits the group of all ranks once. The other backends make the groups one by one.
-        """
-        world = dist.group.WORLD
-        assert world is not None
-        is_bound = world.bound_device_id is not None  # else torch refuses to split
-        if is_bound and dist.get_backend() == "nccl":
-            return dist.split_group(self._group, groups, timeout=self._timeout)
-        own, _ = dist.new_subgroups_by_enumeration(groups, timeout=self._timeout)
-        return own
 
     def _make_backend(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
         if backend_for(self.device) == "gloo":

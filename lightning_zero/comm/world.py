@@ -7,6 +7,8 @@ timeout limits their waits.
 
 from __future__ import annotations
 
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +16,7 @@ import torch.distributed as dist
 
 from lightning_zero.health.world import has_world
 
-__all__ = ["broadcast_object", "gather_objects", "wait_for_world"]
+__all__ = ["broadcast_object", "close_group", "gather_objects", "split_world", "wait_for_world"]
 
 _T = TypeVar("_T")
 
@@ -24,6 +26,28 @@ def wait_for_world(device: torch.device) -> None:
     if has_world():
         on_nccl = dist.get_backend() == "nccl"
         dist.barrier(device_ids=[device.index] if on_nccl else None)
+
+
+def split_world(groups: list[list[int]], timeout: timedelta | None, parent: Any = None) -> Any:
+    """Returns this rank's new group of `groups`, each rank being in one of them. Collective.
+
+    NCCL splits `parent`, a group of all ranks, once; None: WORLD. The other backends make the
+    groups one by one.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    is_bound = world.bound_device_id is not None  # else torch refuses to split
+    if is_bound and dist.get_backend() == "nccl":
+        return dist.split_group(world if parent is None else parent, groups, timeout=timeout)
+    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+    return own
+
+
+def close_group(group: Any) -> None:
+    """Ends a group of `split_world`, unless all groups have ended already. Local."""
+    if has_world():
+        with suppress(ValueError):  # torch knows it no longer: WORLD has ended since
+            dist.destroy_process_group(group)
 
 
 def broadcast_object(value: _T, source: int = 0) -> _T:

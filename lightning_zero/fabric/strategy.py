@@ -82,6 +82,8 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         wait_report_s: Seconds, default 30, of waiting after which all ranks are reported.
         heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost.
         start_method: "popen", "spawn", "fork" or "forkserver".
+        batch_group_size: Number of consecutive ranks that get the same samples, as for
+            `lightning_zero.ZeroStrategy`.
         **settings: The other settings of `ZeroConfig`.
 
     Raises:
@@ -109,6 +111,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         wait_report_s: float | None = 30.0,
         heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
+        batch_group_size: int = 1,
         **settings: Any,
     ) -> None:
         if stage not in (0, 1, 2, 3):
@@ -116,7 +119,11 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         if unknown := sorted(settings.keys() - _SETTINGS.keys()):
             raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.")
         check_checkpoint_type(checkpoint)
-        of_objects = {"checkpoint": checkpoint, "check_memory": check_memory}
+        of_objects = {
+            "checkpoint": checkpoint,
+            "check_memory": check_memory,
+            "batch_group_size": batch_group_size,
+        }
         self._settings = Settings({**_SETTINGS, **settings, **of_objects, "stage": stage})
         self._checkpoint_type = checkpoint
         self._engines: list[Engine] = []
@@ -131,6 +138,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             timeout=timeout,
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             start_method=start_method,
+            batch_group_size=batch_group_size,
         )
         self._backward_sync_control = _SyncControl()
 
@@ -224,6 +232,11 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return self.reduce(tensor, group, reduce_op)
 
+    @override
+    def process_dataloader(self, dataloader: Any) -> Any:
+        self._position.seed_workers(dataloader)
+        return dataloader
+
     # ---------------------------------------------------------------- set-up
 
     @override
@@ -312,7 +325,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                     has_scaler=getattr(self.precision, "scaler", None) is not None,
                 )
                 contexts.enter_context(context)
-            super().backward(tensor, module, *args, **kwargs)  # type: ignore[arg-type]
+            super().backward(self.scaled_loss(tensor), module, *args, **kwargs)  # type: ignore[arg-type]
 
     def _engines_of(self, loss: Tensor) -> list[Engine]:
         """The engines that the graph contains. See [Note: Engines of a backward]."""

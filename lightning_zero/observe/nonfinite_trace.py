@@ -124,6 +124,11 @@ class NonfiniteTrace(pl.Callback):
                 "NonfiniteTrace needs automatic optimization: it computes training_step again, "
                 "which steps the optimizers in manual optimization; remove NonfiniteTrace."
             )
+        if strategy.batch_group.size > 1:
+            raise ValueError(
+                "NonfiniteTrace computes training_step again on one rank, which cannot wait for "
+                "the others of its batch group; remove NonfiniteTrace, or batch_group_size."
+            )
         self._trainer, self._copy = trainer, copy_of(pl_module, on_meta=True)
         self._num_traces = 0
 

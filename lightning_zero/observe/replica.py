@@ -267,7 +267,7 @@ class Replica:
         loss = output["loss"] if isinstance(output, Mapping) else output
         self._loss = None if loss is None else loss / self._num_accumulated
         if self._loss is not None:
-            self._loss.backward()
+            self._strategy.scaled_loss(self._loss).backward()
 
     def compare_loss(self, loss: Tensor) -> None:
         """Compares the loss of this rank, before its backward. Local."""

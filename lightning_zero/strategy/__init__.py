@@ -12,6 +12,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     loading           loading of modules from checkpoints of every format, without a Trainer
     finite            checkpoints with and without non-finite parameters
     processes         identity and connection of ranks, and collectives on WORLD
+    batch_group       ranks that get the same samples
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes
     rank_state        random generators and data loaders of each rank, in sharded checkpoints

@@ -342,7 +342,8 @@ class EngineStrategy(ProcessStrategy):
         with self.engine.backward_context(
             retain_graph=retain_graph, loss=loss, has_scaler=has_scaler
         ):
-            plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+            scaled = self.scaled_loss(closure_loss)
+            plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -358,6 +359,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
+        self._position.seed_workers(dataloader)
         return replace_empty_loader(dataloader, self.lightning_module.trainer)
 
     def _begin_evaluation(self) -> None:

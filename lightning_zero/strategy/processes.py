@@ -37,6 +37,7 @@ from lightning_zero.health.world import (
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
 from lightning_zero.layout.config import WaitLimits, as_timeout
+from lightning_zero.strategy.batch_group import BatchGroup, check_batch_group_size
 from lightning_zero.strategy.requeue import with_requeueing
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
 from lightning_zero.strategy.settings import check_backend
@@ -72,11 +73,15 @@ class Processes(_Base):
         timeout: timedelta | float | None,
         limits: WaitLimits,
         start_method: StartMethod,
+        batch_group_size: int = 1,
         **lightning_options: Any,
     ) -> None:
         check_backend(process_group_backend)
         if start_method not in _START_METHODS:
             raise ValueError(f"start_method must be one of {_START_METHODS}, got {start_method!r}.")
+        check_batch_group_size(batch_group_size)
+        self._batch_group_size = batch_group_size
+        self._batch_group: BatchGroup | None = None  # of the current run, or of the last one
         self.num_nodes = 1  # set by the Trainer
         self.process_group_backend = process_group_backend  # None before it is chosen
         self._timeout = as_timeout(timeout)
@@ -112,7 +117,31 @@ class Processes(_Base):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        own = self._position
+        return {"num_replicas": own.num_groups, "rank": own.index}
+
+    @property
+    def batch_group(self) -> BatchGroup:
+        """Ranks that get the same samples as this one, with their process group.
+
+        Raises:
+            RuntimeError: The process groups do not exist yet.
+        """
+        if self._batch_group is None:
+            raise RuntimeError(
+                f"the batch group has no process group before the {self._user} has connected the "
+                "ranks; use it from the hook setup on."
+            )
+        return self._batch_group
+
+    @property
+    def _position(self) -> BatchGroup:
+        num_ranks = self.num_nodes * self.num_processes
+        return BatchGroup.of(self.global_rank, num_ranks, self._batch_group_size)
+
+    def scaled_loss(self, loss: Tensor) -> Tensor:
+        """The loss whose gradients are averaged. See [Note: Sum inside, mean over groups]."""
+        return loss if self._batch_group_size == 1 else loss * self._batch_group_size
 
     # ---------------------------------------------------------------- start
 
@@ -120,6 +149,7 @@ class Processes(_Base):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._refuse_mps()
+        check_batch_group_size(self._batch_group_size, self.num_nodes * self.num_processes)
         if self._start_method != "popen":
             self._launcher = ProcessLauncher(
                 self, start_method=self._start_method, wrap=with_resolved_ckpt_path
@@ -172,6 +202,11 @@ class Processes(_Base):
             limits=self._limits,
             can_regroup=self._can_regroup,
             describe_exit=how_child_ended,
+        )
+        if self._batch_group is not None:
+            self._batch_group.close()
+        self._batch_group = BatchGroup.open(
+            self.global_rank, self.world_size, self._batch_group_size, self._timeout
         )
 
     def _rendezvous(self) -> Any:

@@ -52,7 +52,13 @@ __all__ = [
 
 _AUTO = "auto"
 # Options of the strategy alone that must be equal on all ranks.
-_OTHER_COMPARED = ("check_memory", "checkpoint", "async_save", "unshard_after_fit")
+_OTHER_COMPARED = (
+    "check_memory",
+    "checkpoint",
+    "async_save",
+    "unshard_after_fit",
+    "batch_group_size",
+)
 _STAGES = (1, 2, 3)  # 0 is the baseline
 _SHARE = 0.7  # of the free memory; the rest is for activations, which are not known in advance
 _GIB = 1024**3

@@ -175,6 +175,10 @@ class ZeroStrategy(EngineStrategy):
             form a shard group; each group holds all shards. It must divide the number of ranks.
             "node": the ranks that the launcher starts on a node, so that only gradient shards cross
             the links between nodes. None: all ranks. Stages 1 to 3.
+        batch_group_size: int (ranks), default 1. Number of consecutive ranks that get the same
+            samples, for context, spatial or ensemble parallelism in your module. Gradients are
+            summed inside such a group and averaged over groups. `strategy.batch_group` has its
+            process group. It must divide the number of ranks. All stages.
         on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
             infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
@@ -247,6 +251,7 @@ class ZeroStrategy(EngineStrategy):
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,
         sharding_group_size: int | str | None = None,
+        batch_group_size: int = 1,
         on_nonfinite: str | None = "warn",
         max_skips: int = 10,
         checkpoint: CheckpointType = "auto",
@@ -279,6 +284,7 @@ class ZeroStrategy(EngineStrategy):
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             unshard_after_fit=unshard_after_fit,
             start_method=start_method,
+            batch_group_size=batch_group_size,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file

@@ -272,6 +272,7 @@ def test_every_option_of_the_engine_is_listed():
     row = r"^\| `(\w+)` \| (?:all|3|1, 2|1, 2, 3|) ?\|"
     listed = re.findall(row, PAGES[f"{GUIDES}/stages.md"], flags=re.MULTILINE)
     of_the_strategy = [
+        "batch_group_size",
         "checkpoint",
         "async_save",
         "check_memory",
