@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_zero._lightning.pytorch import (
     is_overridden,
     is_param_in_hook_signature,
 )
+from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.core.access import full_grad
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
@@ -49,6 +50,7 @@ __all__ = [
     "arguments_of_step",
     "copy_of",
     "copy_values",
+    "random_numbers_of",
 ]
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
@@ -100,7 +102,8 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
     forked = torch.random.fork_rng(range(torch.cuda.device_count()))  # values are copied later
-    with forked, on_device:
+    cpu = torch.device("cpu")
+    with forked, random_numbers_of(random_state(cpu), cpu), on_device:
         if is_overridden("setup", replica):
             replica.setup("fit")
         replica.configure_model()
@@ -192,6 +195,17 @@ def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) ->
     return (batch, batch_idx) if has_index else (batch,)
 
 
+@contextmanager
+def random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    """Context with earlier states of all generators; restores those of now."""
+    before = random_state(device)
+    set_random_state(states, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
+
+
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Replaces `log` of a module whose metrics do not count."""
 
@@ -260,9 +274,9 @@ class Replica:
             self._module.named_parameters(), self._engine.module.parameters(), strict=True
         ):
             parameter.requires_grad_(ours.requires_grad)
-        devices = [device] if device.type == "cuda" else []
         plugin = self._strategy.precision_plugin
-        with torch.random.fork_rng(devices), torch.enable_grad(), plugin.train_step_context():
+        same_numbers = random_numbers_of(random_state(device), device)
+        with same_numbers, torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output
         self._loss = None if loss is None else loss / self._num_accumulated

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -213,6 +215,31 @@ def test_the_audit_is_silent_in_the_parity_cells(part):
     chosen = CELLS[part::6]
     found = run_ranks(2, _fit_all, chosen, has_group=False, timeout_s=300.0)
     assert found == [[4] * len(chosen)] * 2
+
+
+class DrawingModule(MLPModule):
+    """Mixes samples with weights from NumPy and Python, as mixup does."""
+
+    def part_loss(self, part, rank):
+        weight = np.random.beta(1, 1) * random.random()
+        return super().part_loss([weight * t + (1 - weight) * t.flip(0) for t in part], rank)
+
+
+def _fit_beside(rank, world_size, factory, options):
+    """Losses of a run with the audit, and of one without."""
+    losses = []
+    for callbacks in ([audit()], []):
+        np.random.seed(rank)
+        outcome = fit(rank, world_size, settings(2), factory, {"callbacks": callbacks} | options)
+        losses.append(outcome.losses)
+    return losses
+
+
+@pytest.mark.parametrize("model", [DrawingModule])
+def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
+    factory = partial(model, ranks=2, num_batches=4)
+    for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):
+        assert audited == plain
 
 
 class CorruptFile(Callback):
