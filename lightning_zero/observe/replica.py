@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import (
@@ -189,6 +190,14 @@ def copy_values(engine: Engine, module: nn.Module | None) -> None:
             buffers[name].copy_(buffer)
 
 
+def _copy_of_batch(batch: Any) -> Any:
+    """A copy of `batch`, which `training_step` may change in place."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # such as a generator in it, or a tensor with a graph
+        return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
+
+
 def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Arguments with which the Trainer calls `training_step`."""
     has_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
@@ -276,6 +285,7 @@ class Replica:
             parameter.requires_grad_(ours.requires_grad)
         plugin = self._strategy.precision_plugin
         same_numbers = random_numbers_of(random_state(device), device)
+        batch = _copy_of_batch(batch)
         with same_numbers, torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output

@@ -225,6 +225,16 @@ class DrawingModule(MLPModule):
         return super().part_loss([weight * t + (1 - weight) * t.flip(0) for t in part], rank)
 
 
+class EmptyingModule(MLPModule):
+    """Scales its inputs in place, and takes its targets out of the batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return dict(zip("xy", batch, strict=True))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["x"].mul_(2.0), batch.pop("y")], batch_idx)
+
+
 def _fit_beside(rank, world_size, factory, options):
     """Losses of a run with the audit, and of one without."""
     losses = []
@@ -235,7 +245,7 @@ def _fit_beside(rank, world_size, factory, options):
     return losses
 
 
-@pytest.mark.parametrize("model", [DrawingModule])
+@pytest.mark.parametrize("model", [DrawingModule, EmptyingModule])
 def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
     factory = partial(model, ranks=2, num_batches=4)
     for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):
