@@ -255,7 +255,6 @@ class Replica:
         state = engine.comm.control.broadcast_object(engine.optimizer_state(self._main))
         if state.get("state"):
             self._optimizer.load_state_dict(copy.deepcopy(state))  # it would share step counters
-        self._num_accumulated = trainer.accumulate_grad_batches
         self._loss: Tensor | None = None
         self._step = trainer.global_step
         self._has_step = False
@@ -289,7 +288,7 @@ class Replica:
         with same_numbers, torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output
-        self._loss = None if loss is None else loss / self._num_accumulated
+        self._loss = None if loss is None else loss / self._trainer.accumulate_grad_batches
         if self._loss is not None:
             self._loss.backward()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
@@ -250,6 +250,12 @@ def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
     factory = partial(model, ranks=2, num_batches=4)
     for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):
         assert audited == plain
+
+
+def test_the_audit_is_silent_where_a_callback_sets_the_number_of_micro_batches():
+    options = {"callbacks": [audit(), GradientAccumulationScheduler({0: 2})]}
+    outcomes = fit_ranks(2, settings(2), partial(mlp, num_batches=4), options)
+    assert [outcome.global_step for outcome in outcomes] == [2, 2]
 
 
 class CorruptFile(Callback):
