@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
@@ -39,6 +40,7 @@ from lightning_zero.observe.replica import (
     random_numbers_of,
 )
 from lightning_zero.observe.report import zero_strategy
+from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["NonfiniteTrace"]
@@ -227,7 +229,8 @@ class NonfiniteTrace(pl.Callback):
         file = self._write(state, f"step-{first.step}-rank-{first.rank}.pt")
         text = module
         if isinstance(module, nn.Module):
-            text = _again(module, state, plugin.train_step_context)
+            with _alone(strategy):
+                text = _again(module, state, plugin.train_step_context)
         return f"{text}\n  {file}"
 
     def _write(self, state: dict[str, Any], name: str) -> str:
@@ -274,6 +277,36 @@ class NonfiniteTrace(pl.Callback):
 
         with _silent(module):
             return _again(module, state, context)
+
+
+class _WithoutCollectives(TorchDispatchMode):
+    """Mode in which torch's collectives raise an error: no other rank takes part in them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            _refuse_collective(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_collective(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"training_step communicates between ranks ({name}), and this rank computes it alone"
+    )
+
+
+@contextmanager
+def _alone(strategy: ZeroStrategy) -> Iterator[None]:
+    """Context of code on one rank, in which collectives are errors, since they would hang."""
+    patches = Patches()
+    if strategy.world_size > 1:
+        patches.put(strategy, "_enter_collective", _refuse_collective)
+    try:
+        with _WithoutCollectives():
+            yield
+    finally:
+        patches.undo()
 
 
 @contextmanager

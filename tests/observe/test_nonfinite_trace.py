@@ -111,17 +111,43 @@ class Uncopyable(BadModule):
         return made
 
 
-def _trace_uncopyable(rank, world_size, folder):
+def _trace_one(rank, world_size, folder, model):
     trace = NonfiniteTrace(folder)
     spec = settings(3, on_nonfinite="skip")
-    outcome = fit(rank, world_size, spec, partial(Uncopyable, ranks=2), {"callbacks": [trace]})
+    outcome = fit(rank, world_size, spec, partial(model, ranks=2), {"callbacks": [trace]})
     return trace.last_trace, outcome.global_step
 
 
 def test_a_module_that_cannot_be_copied_is_reported_and_no_rank_waits(tmp_path):
-    for text, _ in run_ranks(2, _trace_uncopyable, str(tmp_path), has_group=False):
+    for text, _ in run_ranks(2, _trace_one, str(tmp_path), Uncopyable, has_group=False):
         assert text.startswith("the module cannot be copied: KeyError: 'net.4.bias'")
         assert "step-1-rank-1.pt" in text
+
+
+class Gathering(BadModule):
+    """Its loss needs the other ranks: by the strategy, or by torch.distributed."""
+
+    is_raw = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not self.is_raw:
+            return loss + self.all_gather(loss.detach()).mean()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        return loss + mean
+
+
+class RawGathering(Gathering):
+    is_raw = True
+
+
+@pytest.mark.parametrize("model", [Gathering, RawGathering])
+def test_a_step_that_communicates_is_not_computed_again_and_no_rank_waits(model, tmp_path):
+    for text, num_steps in run_ranks(2, _trace_one, str(tmp_path), model, has_group=False):
+        assert "training_step communicates between ranks" in text
+        assert "NonfiniteTrace.reproduce" in text
+        assert num_steps == 4
 
 
 def test_a_file_that_cannot_be_written_is_in_the_text_and_the_module_is_named_nevertheless(
