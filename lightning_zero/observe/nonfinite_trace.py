@@ -142,7 +142,8 @@ class NonfiniteTrace(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         device = zero_strategy(trainer, self).engine.device
-        self._current = _MicroBatch(batch, batch_idx, random_state(device))
+        containers = tree_map(lambda one: one, batch)  # training_step may take values out of them
+        self._current = _MicroBatch(containers, batch_idx, random_state(device))
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -150,6 +150,21 @@ def test_a_step_that_communicates_is_not_computed_again_and_no_rank_waits(model,
         assert num_steps == 4
 
 
+class Emptying(BadModule):
+    """Takes its targets out of the batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return dict(zip("xy", batch, strict=True))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["x"], batch.pop("y")], batch_idx)
+
+
+def test_a_step_that_takes_values_out_of_its_batch_is_computed_again(tmp_path):
+    found = run_ranks(2, _trace_one, str(tmp_path), Emptying, has_group=False)
+    assert found[1][0].startswith("backward, in module net.5 (Bad)")
+
+
 def test_a_file_that_cannot_be_written_is_in_the_text_and_the_module_is_named_nevertheless(
     tmp_path,
 ):
