@@ -30,6 +30,7 @@ from lightning_zero._lightning.pytorch import rank_zero_warn
 from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
+from lightning_zero.layout.names import parameters_by_name, saved_name
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
 from lightning_zero.observe.replica import (
     SILENT,
@@ -192,7 +193,7 @@ class NonfiniteTrace(pl.Callback):
         try:
             made = allocated(self._copy, engine.module, device)
             slots = (slot for plan in plans for slot in plan.layout.slots)
-            if missing := {slot.name for slot in slots} - dict(made.named_parameters()).keys():
+            if missing := {slot.name for slot in slots} - parameters_by_name(made).keys():
                 raise KeyError(*missing)
         except Exception as error:  # on this rank alone: the others must not wait
             return f"the module cannot be copied: {type(error).__name__}: {error}"
@@ -353,7 +354,8 @@ def _origin_of(
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
     arguments = arguments_of_step(module, batch, state["batch_idx"])
-    with random_numbers_of(state["rng"], device), torch.enable_grad(), look.watching():
+    eager = torch.compiler.set_stance("force_eager")  # compiled modules run no hooks of theirs
+    with random_numbers_of(state["rng"], device), torch.enable_grad(), eager, look.watching():
         with context():
             output = module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -365,8 +367,9 @@ def _origin_of(
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Parameters and all buffers, by their names without compilation."""
+    buffers = {saved_name(name): buffer for name, buffer in module.named_buffers()}
+    return {**parameters_by_name(module), **buffers}
 
 
 def _to(batch: Any, device: torch.device) -> Any:

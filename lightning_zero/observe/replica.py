@@ -39,6 +39,7 @@ from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.core.access import full_grad
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.strategy.strategy import ZeroStrategy
 from lightning_zero.tensors.lazy import LazyTensor
@@ -58,6 +59,7 @@ __all__ = [
 # kernels are rounded in another order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _STEP_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # of elementwise operations
+_COMPILED_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _SCHEDULED = {"lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr"}
 
 
@@ -99,6 +101,10 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     memo = _memo_of(module, partial(torch.empty_like, device="meta")) if on_meta else {}
     replica = copy.deepcopy(module, memo)  # which has no Trainer
     _share_memory(replica, _sharing_memory(module))
+    if replica._compiler_ctx is not None:  # `torch.compile(module)`, whose methods are the module's
+        replica._compiler_ctx = None
+        for name in _COMPILED_METHODS:
+            replica.__dict__.pop(name, None)
     replica.trainer = module.trainer
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
@@ -177,7 +183,7 @@ def copy_values(engine: Engine, module: nn.Module | None) -> None:
         module: A module with the same names and with memory; None: this rank needs no values, but
             takes part.
     """
-    own = {} if module is None else dict(module.named_parameters())
+    own = {} if module is None else parameters_by_name(module)
     engine.lockstep.barrier("a copy of all parameters")
     with torch.no_grad():
         for bucket in engine.buckets:
@@ -267,7 +273,7 @@ class Replica:
 
     @property
     def _pairs(self) -> Iterator[tuple[Bucket, int, str, nn.Parameter]]:
-        own = dict(self._module.named_parameters())
+        own = parameters_by_name(self._module)
         for bucket in self._engine.buckets:
             for index, slot in enumerate(bucket.plan.layout.slots):
                 yield bucket, index, slot.name, own[slot.name]

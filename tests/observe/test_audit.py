@@ -239,17 +239,36 @@ class EmptyingModule(MLPModule):
         return super().training_step([batch["x"].mul_(2.0), batch.pop("y")], batch_idx)
 
 
+class CompiledModule(MLPModule):
+    """A submodule is wrapped by torch.compile, which inserts `_orig_mod` into names."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.net[0] = torch.compile(self.net[0], backend="eager")
+
+
+class LossModule(MLPModule):
+    """Its training_step only computes the loss."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def compiled(**kwargs):
+    return torch.compile(LossModule(**kwargs), backend="eager")
+
+
 def _fit_beside(rank, world_size, factory, options):
     """Losses of a run with the audit, and of one without."""
     losses = []
     for callbacks in ([audit()], []):
         np.random.seed(rank)
-        outcome = fit(rank, world_size, settings(2), factory, {"callbacks": callbacks} | options)
+        outcome = fit(rank, world_size, settings(3), factory, {"callbacks": callbacks} | options)
         losses.append(outcome.losses)
     return losses
 
 
-@pytest.mark.parametrize("model", [DrawingModule, EmptyingModule])
+@pytest.mark.parametrize("model", [DrawingModule, EmptyingModule, CompiledModule, compiled])
 def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
     factory = partial(model, ranks=2, num_batches=4)
     for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):

@@ -165,6 +165,22 @@ def test_a_step_that_takes_values_out_of_its_batch_is_computed_again(tmp_path):
     assert found[1][0].startswith("backward, in module net.5 (Bad)")
 
 
+class Compiled(BadModule):
+    """Submodules are wrapped by torch.compile, which inserts `_orig_mod` into names."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for index in (0, 5):
+            self.net[index] = torch.compile(self.net[index], backend="eager")
+
+
+def test_compiled_modules_are_computed_again_without_compilation(tmp_path):
+    found = run_ranks(2, _trace_one, str(tmp_path), Compiled, has_group=False)
+    assert found[1][0].startswith("backward, in module net.5 (Bad)")
+    (path,) = Path(tmp_path).iterdir()
+    assert set(torch.load(path, weights_only=True)["values"]) == set(BadModule().state_dict())
+
+
 def test_a_file_that_cannot_be_written_is_in_the_text_and_the_module_is_named_nevertheless(
     tmp_path,
 ):
