@@ -108,7 +108,7 @@ class NonfiniteTrace(pl.Callback):
         self.last_trace: str | None = None
         # While training:
         self._trainer: pl.Trainer | None = None
-        self._copy: pl.LightningModule | None = None  # on the meta device
+        self._copy: pl.LightningModule | str = ""  # on the meta device; or why there is none
         self._folder = Path(_FOLDER)
         self._num_traces = 0
         self._current: _MicroBatch | None = None  # whose backward has not ended
@@ -129,8 +129,12 @@ class NonfiniteTrace(pl.Callback):
                 "NonfiniteTrace needs automatic optimization: it computes training_step again, "
                 "which steps the optimizers in manual optimization; remove NonfiniteTrace."
             )
-        self._trainer, self._copy = trainer, copy_of(pl_module, on_meta=True)
-        self._num_traces = 0
+        self._trainer, self._num_traces = trainer, 0
+        try:
+            self._copy = copy_of(pl_module, on_meta=True)
+        except Exception as error:
+            self._copy = f"the module cannot be copied: {type(error).__name__}: {error}"
+            rank_zero_warn(f"NonfiniteTrace can write files only: {self._copy}")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -158,7 +162,8 @@ class NonfiniteTrace(pl.Callback):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = self._copy = self._current = None
+        self._trainer = self._current = None
+        self._copy = ""
         self._earlier = {}
 
     # ---------------------------------------------------------------- a report
@@ -185,7 +190,8 @@ class NonfiniteTrace(pl.Callback):
 
     def _copy_here(self, strategy: ZeroStrategy) -> pl.LightningModule | str:
         """A copy with memory, on the device if it fits there; or why there is none. Local."""
-        assert self._copy is not None
+        if isinstance(self._copy, str):
+            return self._copy
         engine = strategy.engine
         plans = [bucket.plan for bucket in engine.buckets]
         num_bytes = 2 * sum(plan.layout.numel * plan.dtype.itemsize for plan in plans)  # and grads

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -122,6 +123,32 @@ def test_a_module_that_cannot_be_copied_is_reported_and_no_rank_waits(tmp_path):
     for text, _ in run_ranks(2, _trace_one, str(tmp_path), Uncopyable, has_group=False):
         assert text.startswith("the module cannot be copied: KeyError: 'net.4.bias'")
         assert "step-1-rank-1.pt" in text
+
+
+class Measuring(BadModule):
+    """Needs values in `setup`, which a copy on the meta device does not have."""
+
+    def setup(self, stage):
+        self.scale = torch.ones(3).sum().item()
+
+
+class Locked(BadModule):
+    """Cannot be copied, as a module that holds a file or a connection."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.lock = Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Measuring, "cannot be called on meta tensors"), (Locked, "_thread.lock")]
+)
+def test_a_module_that_cannot_be_copied_when_training_begins_is_trained(model, why, tmp_path):
+    for text, num_steps in run_ranks(2, _trace_one, str(tmp_path), model, has_group=False):
+        assert text.startswith("the module cannot be copied: ")
+        assert why in text
+        assert "step-1-rank-1.pt" in text
+        assert num_steps == 4
 
 
 class Gathering(BadModule):
