@@ -14,6 +14,7 @@ from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import (
     STEP_OUTPUT,
     is_overridden,
+    is_param_in_hook_signature,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -116,14 +117,27 @@ class Audit(SavingCallback):
                 " plain training scales losses or steps rounded parameters; use '32-true' or "
                 "'bf16-mixed'."
             )
-        if not pl_module.automatic_optimization or is_overridden(
-            "configure_gradient_clipping", pl_module
+        has_iterator = is_param_in_hook_signature(
+            pl_module.training_step, "dataloader_iter", explicit=True
+        )
+        if (
+            not pl_module.automatic_optimization
+            or is_overridden("configure_gradient_clipping", pl_module)
+            or has_iterator
         ):
             raise ValueError(
-                "the comparison with plain data parallel needs automatic optimization and the "
-                "default configure_gradient_clipping."
+                "the comparison with plain data parallel needs automatic optimization, the default "
+                "configure_gradient_clipping, and a training_step that takes a batch."
             )
-        self._copy = copy_of(pl_module)
+        try:
+            self._copy = copy_of(pl_module)
+        except Exception as error:
+            raise ValueError(
+                "the comparison with plain data parallel needs a copy of the module "
+                "(copy.deepcopy, setup and configure_model), which failed with "
+                f"{type(error).__name__}: {error}; make the module copyable, or leave out "
+                "against_data_parallel."
+            ) from error
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from functools import partial
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
 from lightning_zero.engine import engine
 from lightning_zero.strategy import engine_strategy
-from tests.support.fitting import fit, fit_ranks, settings
+from tests.support.fitting import fit, fit_ranks, make_trainer, settings
 from tests.support.models import (
     OPTIMIZERS,
     SCHEDULERS,
@@ -373,6 +374,29 @@ def test_a_checkpoint_that_is_missing_is_left_out_with_a_warning(tmp_path):
 def test_a_comparison_with_skipped_steps_is_refused():
     with pytest.raises(AssertionError, match='does not support on_nonfinite="skip"'):
         run(settings(1, on_nonfinite="skip"), mlp)
+
+
+class IteratorModule(MLPModule):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class LockedModule(MLPModule):
+    def __init__(self):
+        super().__init__()
+        self.lock = Lock()
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (IteratorModule, "a training_step that takes a batch"),
+        (LockedModule, "failed with TypeError: cannot pickle '_thread.lock' object; make"),
+    ],
+)
+def test_a_module_that_cannot_be_compared_is_an_error_before_training(module, text):
+    with pytest.raises(ValueError, match=text):
+        make_trainer(settings(1), devices=1, callbacks=[audit()]).fit(module())
 
 
 @pytest.mark.parametrize(
