@@ -258,6 +258,7 @@ class Replica:
             )
         self._optimizer: Optimizer = optimizers[0]
         self._main: Optimizer = engine.optimizers[0]
+        self._match_groups()
         state = engine.comm.control.broadcast_object(engine.optimizer_state(self._main))
         if state.get("state"):
             self._optimizer.load_state_dict(copy.deepcopy(state))  # it would share step counters
@@ -270,6 +271,21 @@ class Replica:
         self._tolerance = TOLERANCES[dtype]
         masters = min((plan.master_dtype for plan in plans), key=lambda one: one.itemsize)
         self._step_tolerance = _STEP_TOLERANCES.get(masters, TOLERANCES[masters])
+
+    def _match_groups(self) -> None:
+        """Gives the copy's optimizer the groups of the engine's, to which a callback may add."""
+        own = parameters_by_name(self._module)
+        names = {p: name for name, p in parameters_by_name(self._engine.module).items()}
+        groups = self._main.param_groups
+        if any(p not in names for group in groups for p in group["params"]):
+            return  # tied after the optimizer was made
+        wanted = [[own[names[p]] for p in group["params"]] for group in groups]
+        held = [group["params"] for group in self._optimizer.param_groups]
+        if [list(map(id, one)) for one in wanted] == [list(map(id, one)) for one in held]:
+            return
+        self._optimizer.param_groups.clear()
+        for params, group in zip(wanted, groups, strict=True):
+            self._optimizer.add_param_group({**group, "params": params})
 
     @property
     def _pairs(self) -> Iterator[tuple[Bucket, int, str, nn.Parameter]]:
@@ -323,6 +339,7 @@ class Replica:
         ):
             grad = full_grad(ours)
             parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        self._match_groups()
         groups = zip(self._optimizer.param_groups, self._main.param_groups, strict=True)
         for group, other in groups:
             group.update({key: other[key] for key in _SCHEDULED & other.keys()})

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
@@ -280,6 +281,28 @@ def test_the_audit_is_silent_where_a_callback_sets_the_number_of_micro_batches()
     options = {"callbacks": [audit(), GradientAccumulationScheduler({0: 2})]}
     outcomes = fit_ranks(2, settings(2), partial(mlp, num_batches=4), options)
     assert [outcome.global_step for outcome in outcomes] == [2, 2]
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the last layer, and from the second epoch on the first one, too."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=1e-2)
+
+
+class TrainableModule(MLPModule):
+    def groups(self):
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+def test_the_audit_is_silent_where_a_callback_adds_a_parameter_group():
+    options = {"callbacks": [audit(), Unfreeze()], "max_epochs": 2, "limit_train_batches": 2}
+    outcomes = fit_ranks(2, settings(2), partial(TrainableModule, ranks=2), options)
+    assert [len(outcome.learning_rates) for outcome in outcomes] == [2, 2]
 
 
 class CorruptFile(Callback):
