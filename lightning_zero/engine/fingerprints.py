@@ -4,7 +4,7 @@
 to 2), the settings of optimizers, learning rates included, and states with one number for a
 parameter, such as step counters. In stage 0 all optimizer states. Between the groups of
 `sharding_group_size`: all shards with the same place in their group. Other shards exist once; the
-newest checkpoint has a second copy of them (`compare_with_checkpoint`).
+newest checkpoint has a second copy of them (`differs_from_checkpoint`).
 
 A buffer may differ between ranks without a fault, as BatchNorm's statistics do after a forward. It
 is reported if it was the same on all ranks in the audit before, and has changed on some ranks only.
@@ -39,6 +39,7 @@ __all__ = [
     "differs_from_checkpoint",
     "fingerprint",
     "fingerprints",
+    "own_fingerprints",
 ]
 
 _CHUNK = 2**18  # words that are summed in one call
@@ -242,31 +243,52 @@ def _groups(values: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(map(tuple, found.values()), key=lambda ranks: (-len(ranks), ranks)))
 
 
+def own_fingerprints(engine: Engine) -> dict[str, int]:
+    """Fingerprints of this rank's elements of the parameters, by name. Local, between two steps.
+
+    In the dtype in which a checkpoint has them.
+    """
+    engine.worker.drain()
+    found = {}
+    for bucket in engine.buckets:
+        views = bucket.masters.shard_views()
+        slots = bucket.plan.layout.slots
+        for slot, dtype, view in zip(slots, bucket.orig_dtypes, views, strict=True):
+            held = view.read() if isinstance(view, LazyTensor) else view
+            found[slot.name] = fingerprint(held.detach().to(dtype).cpu())
+    return found
+
+
 def differs_from_checkpoint(
-    engine: Engine, path: str | os.PathLike[str], state_dict: Mapping[str, Any]
+    engine: Engine,
+    path: str | os.PathLike[str],
+    state_dict: Mapping[str, Any],
+    saved: Mapping[str, int],
 ) -> list[str]:
     """Compares this rank's elements of the parameters with those of a checkpoint. Local.
+
+    Parameters whose shape or dtype the user has changed in the checkpoint are left out.
+
+    Args:
+        engine: The engine.
+        path: Path of the checkpoint.
+        state_dict: The module's entries in it.
+        saved: `own_fingerprints` of when it was saved.
 
     Returns:
         One line for each parameter whose elements differ.
     """
     lines = []
     for bucket in engine.buckets:
-        views = bucket.masters.shard_views()
         slots = bucket.plan.layout.slots
         for index, (slot, dtype) in enumerate(zip(slots, bucket.orig_dtypes, strict=True)):
-            saved = state_dict.get(slot.name)
-            if not isinstance(saved, Tensor) or saved.shape != slot.shape:
+            value = state_dict.get(slot.name)
+            if not isinstance(value, Tensor) or (value.shape, value.dtype) != (slot.shape, dtype):
                 continue
             own = bucket.owned(index)
-            held = views[index]
-            held = held.read() if isinstance(held, LazyTensor) else held
-            held = held.detach().to(dtype).cpu().reshape(-1)
-            read = read_flat(saved, own.start, own.stop).to(dtype).cpu().reshape(-1)
-            if fingerprint(held) != fingerprint(read):
-                differing = int((held != read).sum())
+            if fingerprint(read_flat(value, own.start, own.stop).cpu()) != saved[slot.name]:
                 lines.append(
-                    f"parameter {slot.name}, elements {own.start} to {own.stop} of rank "
-                    f"{engine.comm.rank}: {differing} differ from {os.fspath(path)}"
+                    f"parameter {slot.name}: elements {own.start} to {own.stop} of rank "
+                    f"{engine.comm.rank} differ from {os.fspath(path)}"
                 )
     return lines

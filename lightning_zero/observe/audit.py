@@ -14,6 +14,7 @@ from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import (
     STEP_OUTPUT,
     is_overridden,
+    is_param_in_hook_signature,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -24,10 +25,12 @@ from lightning_zero.engine.fingerprints import (
     RankAudit,
     differs_from_checkpoint,
     fingerprint,
+    own_fingerprints,
 )
 from lightning_zero.health.together import failing_together
 from lightning_zero.observe.replica import Replica, copy_of
 from lightning_zero.observe.report import zero_strategy
+from lightning_zero.strategy.saving import SavingCallback
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["Audit"]
@@ -35,14 +38,14 @@ __all__ = ["Audit"]
 _MAX_LINES = 10
 
 
-class Audit(pl.Callback):
+class Audit(SavingCallback):
     """Checks during training that all ranks hold the same values, and that ZeRO changes none.
 
     Every `every_n_steps` steps, and at the beginning and the end of training, the ranks compare
     fingerprints of everything that more than one of them holds: replicated parameters and optimizer
     states, the shards of all groups of `sharding_group_size`, optimizer settings and step counters,
     learning rate schedules, the loss scaler, buffers. The parameters in each new checkpoint are
-    compared with the shards in memory.
+    compared with the shards that were saved.
 
     With `against_data_parallel`, a full copy of the model trains on the same batches in the same
     processes, without an engine, for that number of steps. It needs the memory of plain data
@@ -93,7 +96,9 @@ class Audit(pl.Callback):
         self._replica: Replica | None = None
         self._audit: RankAudit | None = None
         self._last_step = 0  # `global_step` after the last step seen
+        self._strategy: ZeroStrategy | None = None  # while ranks or checkpoints are compared
         self._num_saves = 0  # the strategy's, when a checkpoint was last compared
+        self._held: dict[int, dict[str, int]] = {}  # fingerprints, by number of saves before
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -112,14 +117,28 @@ class Audit(pl.Callback):
                 " plain training scales losses or steps rounded parameters; use '32-true' or "
                 "'bf16-mixed'."
             )
-        if not pl_module.automatic_optimization or is_overridden(
-            "configure_gradient_clipping", pl_module
+        has_iterator = is_param_in_hook_signature(
+            pl_module.training_step, "dataloader_iter", explicit=True
+        )
+        if (
+            not pl_module.automatic_optimization
+            or is_overridden("configure_gradient_clipping", pl_module)
+            or has_iterator
         ):
             raise ValueError(
-                "the comparison with plain data parallel needs automatic optimization and the "
-                "default configure_gradient_clipping; remove against_data_parallel."
+                "the comparison with plain data parallel needs automatic optimization, the default "
+                "configure_gradient_clipping, and a training_step that takes a batch; leave out "
+                "against_data_parallel."
             )
-        self._copy = copy_of(pl_module)
+        try:
+            self._copy = copy_of(pl_module)
+        except Exception as error:
+            raise ValueError(
+                "the comparison with plain data parallel needs a copy of the module "
+                "(copy.deepcopy, setup and configure_model), which failed with "
+                f"{type(error).__name__}: {error}; make the module copyable, or leave out "
+                "against_data_parallel."
+            ) from error
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -128,6 +147,7 @@ class Audit(pl.Callback):
         if self._copy is not None:
             self._replica, self._copy = Replica(self._copy, strategy), None
         if self.every_n_steps:
+            self._strategy, self._num_saves = strategy, strategy.num_saves
             self._audit = RankAudit(strategy.engine)
             self._compare_ranks(trainer, strategy)
 
@@ -154,10 +174,16 @@ class Audit(pl.Callback):
             found[Key("generator", "of the CPU")] = fingerprint(torch.get_rng_state())
         return found
 
+    @override
+    def before_saving(self) -> None:
+        if self._strategy is not None:
+            self._held[self._strategy.num_saves] = own_fingerprints(self._strategy.engine)
+
     def _compare_checkpoint(self, strategy: ZeroStrategy, trainer: pl.Trainer) -> None:
-        """Compares a checkpoint that was written since the last batch with the shards."""
+        """Compares the last checkpoint, if it is new, with the values that were saved."""
         path, num_saves = strategy.last_checkpoint, strategy.num_saves
-        if num_saves == self._num_saves or trainer.global_step != self._last_step:
+        held, self._held = self._held.get(num_saves - 1), {}
+        if num_saves == self._num_saves or held is None:
             return
         assert path is not None
         self._num_saves = num_saves
@@ -167,7 +193,7 @@ class Audit(pl.Callback):
         with failing_together(f"read {path}", gather=gather), suppress(FileNotFoundError):
             opened = open_checkpoint(path, weights_only=False)
             state_dict = opened.get("current_model_state", opened["state_dict"])
-            own = differs_from_checkpoint(strategy.engine, path, state_dict)
+            own = differs_from_checkpoint(strategy.engine, path, state_dict, held)
         by_rank = gather(own)
         missing = [rank for rank, lines in enumerate(by_rank) if lines is None]
         if missing:
@@ -271,5 +297,11 @@ class Audit(pl.Callback):
             self._compare_ranks(trainer, strategy)
 
     @override
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._strategy = None  # a checkpoint that is saved from here on is compared no more
+
+    @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._copy = self._replica = self._audit = None
+        self._copy = self._replica = self._audit = self._strategy = None

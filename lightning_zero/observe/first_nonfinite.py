@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.layout.names import saved_name
+
 __all__ = ["FirstNonfinite", "Origin", "is_finite"]
 
 
@@ -64,7 +66,8 @@ class FirstNonfinite:
     def watching(self) -> Iterator[None]:
         """Context of one forward and its backward."""
         for name, module in self._module.named_modules():
-            words = f"{name or 'itself'} ({type(module).__name__})"
+            own_name = saved_name(f"{name}.").removesuffix(".")
+            words = f"{own_name or 'itself'} ({type(module).__name__})"
             before, after = partial(self._before, words), partial(self._after, words)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, with_kwargs=True))

@@ -17,18 +17,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import rank_zero_warn
-from lightning_zero.checkpoint.rank_states import random_state, set_random_state
+from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteReport
+from lightning_zero.layout.names import parameters_by_name, saved_name
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
 from lightning_zero.observe.replica import (
     SILENT,
@@ -36,8 +38,10 @@ from lightning_zero.observe.replica import (
     arguments_of_step,
     copy_of,
     copy_values,
+    random_numbers_of,
 )
 from lightning_zero.observe.report import zero_strategy
+from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["NonfiniteTrace"]
@@ -104,7 +108,7 @@ class NonfiniteTrace(pl.Callback):
         self.last_trace: str | None = None
         # While training:
         self._trainer: pl.Trainer | None = None
-        self._copy: pl.LightningModule | None = None  # on the meta device
+        self._copy: pl.LightningModule | str = ""  # on the meta device; or why there is none
         self._folder = Path(_FOLDER)
         self._num_traces = 0
         self._micro_batches: dict[int, _MicroBatch] = {}  # by the number of their backward
@@ -124,13 +128,12 @@ class NonfiniteTrace(pl.Callback):
                 "NonfiniteTrace needs automatic optimization: it computes training_step again, "
                 "which steps the optimizers in manual optimization; remove NonfiniteTrace."
             )
-        if strategy.batch_group.size > 1:
-            raise ValueError(
-                "NonfiniteTrace computes training_step again on one rank, which cannot wait for "
-                "the others of its batch group; remove NonfiniteTrace, or batch_group_size."
-            )
-        self._trainer, self._copy = trainer, copy_of(pl_module, on_meta=True)
-        self._num_traces = 0
+        self._trainer, self._num_traces = trainer, 0
+        try:
+            self._copy = copy_of(pl_module, on_meta=True)
+        except Exception as error:
+            self._copy = f"the module cannot be copied: {type(error).__name__}: {error}"
+            rank_zero_warn(f"NonfiniteTrace can write files only: {self._copy}")
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -144,13 +147,14 @@ class NonfiniteTrace(pl.Callback):
     ) -> None:
         engine = zero_strategy(trainer, self).engine
         guard = engine.guard
+        containers = tree_map(lambda one: one, batch)  # training_step may take values out of them
         kept = {n: one for n, one in self._micro_batches.items() if n >= guard.oldest_backward}
-        kept[guard.num_backwards] = _MicroBatch(batch, batch_idx, random_state(engine.device))
+        kept[guard.num_backwards] = _MicroBatch(containers, batch_idx, random_state(engine.device))
         self._micro_batches = kept
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainer = self._copy = None
+        self._trainer, self._copy = None, ""
         self._micro_batches = {}
 
     # ---------------------------------------------------------------- a report
@@ -177,7 +181,8 @@ class NonfiniteTrace(pl.Callback):
 
     def _copy_here(self, strategy: ZeroStrategy) -> pl.LightningModule | str:
         """A copy with memory, on the device if it fits there; or why there is none. Local."""
-        assert self._copy is not None
+        if isinstance(self._copy, str):
+            return self._copy
         engine = strategy.engine
         plans = [bucket.plan for bucket in engine.buckets]
         num_bytes = 2 * sum(plan.layout.numel * plan.dtype.itemsize for plan in plans)  # and grads
@@ -185,7 +190,7 @@ class NonfiniteTrace(pl.Callback):
         try:
             made = allocated(self._copy, engine.module, device)
             slots = (slot for plan in plans for slot in plan.layout.slots)
-            if missing := {slot.name for slot in slots} - dict(made.named_parameters()).keys():
+            if missing := {slot.name for slot in slots} - parameters_by_name(made).keys():
                 raise KeyError(*missing)
         except Exception as error:  # on this rank alone: the others must not wait
             return f"the module cannot be copied: {type(error).__name__}: {error}"
@@ -221,7 +226,8 @@ class NonfiniteTrace(pl.Callback):
         file = self._write(state, f"step-{first.step}-rank-{first.rank}.pt")
         text = module
         if isinstance(module, nn.Module):
-            text = _again(module, state, plugin.train_step_context)
+            with _alone(strategy):
+                text = _again(module, state, plugin.train_step_context)
         return f"{text}\n  {file}"
 
     def _write(self, state: dict[str, Any], name: str) -> str:
@@ -270,6 +276,36 @@ class NonfiniteTrace(pl.Callback):
             return _again(module, state, context)
 
 
+class _WithoutCollectives(TorchDispatchMode):
+    """Mode in which torch's collectives raise an error: no other rank takes part in them."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if "c10d" in func.namespace:
+            _refuse_collective(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_collective(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"training_step communicates between ranks ({name}), and this rank computes it alone"
+    )
+
+
+@contextmanager
+def _alone(strategy: ZeroStrategy) -> Iterator[None]:
+    """Context of code on one rank, in which collectives are errors, since they would hang."""
+    patches = Patches()
+    if strategy.world_size > 1:
+        patches.put(strategy, "_enter_collective", _refuse_collective)
+    try:
+        with _WithoutCollectives():
+            yield
+    finally:
+        patches.undo()
+
+
 @contextmanager
 def _silent(module: pl.LightningModule) -> Iterator[None]:
     """Context in which the module logs nothing."""
@@ -313,7 +349,8 @@ def _origin_of(
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
     arguments = arguments_of_step(module, batch, state["batch_idx"])
-    with _random_numbers_of(state["rng"], device), torch.enable_grad(), look.watching():
+    eager = torch.compiler.set_stance("force_eager")  # compiled modules run no hooks of theirs
+    with random_numbers_of(state["rng"], device), torch.enable_grad(), eager, look.watching():
         with context():
             output = module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -325,8 +362,9 @@ def _origin_of(
 
 
 def _values_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and all buffers, by name."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    """Parameters and all buffers, by their names without compilation."""
+    buffers = {saved_name(name): buffer for name, buffer in module.named_buffers()}
+    return {**parameters_by_name(module), **buffers}
 
 
 def _to(batch: Any, device: torch.device) -> Any:
@@ -342,14 +380,3 @@ def _scale_of(plugin: Any) -> float:
     """Scale of the loss; 1 without a loss scaler."""
     scaler = getattr(plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
-
-
-@contextmanager
-def _random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-    """Context with earlier states of the generators; restores those of now."""
-    before = random_state(device)
-    set_random_state(states, device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)

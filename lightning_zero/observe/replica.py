@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import (
@@ -34,9 +35,11 @@ from lightning_zero._lightning.pytorch import (
     is_overridden,
     is_param_in_hook_signature,
 )
+from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.core.access import full_grad
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.strategy.strategy import ZeroStrategy
 from lightning_zero.tensors.lazy import LazyTensor
@@ -49,12 +52,14 @@ __all__ = [
     "arguments_of_step",
     "copy_of",
     "copy_values",
+    "random_numbers_of",
 ]
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
 # kernels are rounded in another order.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 _STEP_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}  # of elementwise operations
+_COMPILED_METHODS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 _SCHEDULED = {"lr", "initial_lr", "momentum", "betas", "weight_decay", "max_lr", "min_lr"}
 
 
@@ -96,11 +101,16 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     memo = _memo_of(module, partial(torch.empty_like, device="meta")) if on_meta else {}
     replica = copy.deepcopy(module, memo)  # which has no Trainer
     _share_memory(replica, _sharing_memory(module))
+    if replica._compiler_ctx is not None:  # `torch.compile(module)`, whose methods are the module's
+        replica._compiler_ctx = None
+        for name in _COMPILED_METHODS:
+            replica.__dict__.pop(name, None)
     replica.trainer = module.trainer
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
     forked = torch.random.fork_rng(range(torch.cuda.device_count()))  # values are copied later
-    with forked, on_device:
+    cpu = torch.device("cpu")
+    with forked, random_numbers_of(random_state(cpu), cpu), on_device:
         if is_overridden("setup", replica):
             replica.setup("fit")
         replica.configure_model()
@@ -173,7 +183,7 @@ def copy_values(engine: Engine, module: nn.Module | None) -> None:
         module: A module with the same names and with memory; None: this rank needs no values, but
             takes part.
     """
-    own = {} if module is None else dict(module.named_parameters())
+    own = {} if module is None else parameters_by_name(module)
     engine.lockstep.barrier("a copy of all parameters")
     with torch.no_grad():
         for bucket in engine.buckets:
@@ -186,10 +196,29 @@ def copy_values(engine: Engine, module: nn.Module | None) -> None:
             buffers[name].copy_(buffer)
 
 
+def _copy_of_batch(batch: Any) -> Any:
+    """A copy of `batch`, which `training_step` may change in place."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # such as a generator in it, or a tensor with a graph
+        return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
+
+
 def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
     """Arguments with which the Trainer calls `training_step`."""
     has_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     return (batch, batch_idx) if has_index else (batch,)
+
+
+@contextmanager
+def random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
+    """Context with earlier states of all generators; restores those of now."""
+    before = random_state(device)
+    set_random_state(states, device)
+    try:
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
@@ -229,10 +258,10 @@ class Replica:
             )
         self._optimizer: Optimizer = optimizers[0]
         self._main: Optimizer = engine.optimizers[0]
+        self._match_groups()
         state = engine.comm.control.broadcast_object(engine.optimizer_state(self._main))
         if state.get("state"):
             self._optimizer.load_state_dict(copy.deepcopy(state))  # it would share step counters
-        self._num_accumulated = trainer.accumulate_grad_batches
         self._loss: Tensor | None = None
         self._step = trainer.global_step
         self._has_step = False
@@ -243,9 +272,24 @@ class Replica:
         masters = min((plan.master_dtype for plan in plans), key=lambda one: one.itemsize)
         self._step_tolerance = _STEP_TOLERANCES.get(masters, TOLERANCES[masters])
 
+    def _match_groups(self) -> None:
+        """Gives the copy's optimizer the groups of the engine's, to which a callback may add."""
+        own = parameters_by_name(self._module)
+        names = {p: name for name, p in parameters_by_name(self._engine.module).items()}
+        groups = self._main.param_groups
+        if any(p not in names for group in groups for p in group["params"]):
+            return  # tied after the optimizer was made
+        wanted = [[own[names[p]] for p in group["params"]] for group in groups]
+        held = [group["params"] for group in self._optimizer.param_groups]
+        if [list(map(id, one)) for one in wanted] == [list(map(id, one)) for one in held]:
+            return
+        self._optimizer.param_groups.clear()
+        for params, group in zip(wanted, groups, strict=True):
+            self._optimizer.add_param_group({**group, "params": params})
+
     @property
     def _pairs(self) -> Iterator[tuple[Bucket, int, str, nn.Parameter]]:
-        own = dict(self._module.named_parameters())
+        own = parameters_by_name(self._module)
         for bucket in self._engine.buckets:
             for index, slot in enumerate(bucket.plan.layout.slots):
                 yield bucket, index, slot.name, own[slot.name]
@@ -260,12 +304,13 @@ class Replica:
             self._module.named_parameters(), self._engine.module.parameters(), strict=True
         ):
             parameter.requires_grad_(ours.requires_grad)
-        devices = [device] if device.type == "cuda" else []
         plugin = self._strategy.precision_plugin
-        with torch.random.fork_rng(devices), torch.enable_grad(), plugin.train_step_context():
+        same_numbers = random_numbers_of(random_state(device), device)
+        batch = _copy_of_batch(batch)
+        with same_numbers, torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output
-        self._loss = None if loss is None else loss / self._num_accumulated
+        self._loss = None if loss is None else loss / self._trainer.accumulate_grad_batches
         if self._loss is not None:
             self._strategy.scaled_loss(self._loss).backward()
 
@@ -294,6 +339,7 @@ class Replica:
         ):
             grad = full_grad(ours)
             parameter.grad = None if grad is None else grad.to(parameter.dtype)
+        self._match_groups()
         groups = zip(self._optimizer.param_groups, self._main.param_groups, strict=True)
         for group, other in groups:
             group.update({key: other[key] for key in _SCHEDULED & other.keys()})

@@ -335,7 +335,9 @@ class EngineStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
-        loss = closure_loss
+        loss = closure_loss.detach()
+        if self.lightning_module.automatic_optimization:  # Lightning has divided it
+            loss = loss * self.lightning_module.trainer.accumulate_grad_batches
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         has_scaler = getattr(plugin, "scaler", None) is not None

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from functools import partial
+from threading import Lock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
 from lightning_zero.engine import engine
 from lightning_zero.strategy import engine_strategy
-from tests.support.fitting import fit, fit_ranks, settings
+from tests.support.fitting import fit, fit_ranks, make_trainer, settings
 from tests.support.models import (
     OPTIMIZERS,
     SCHEDULERS,
@@ -215,17 +223,104 @@ def test_the_audit_is_silent_in_the_parity_cells(part):
     assert found == [[4] * len(chosen)] * 2
 
 
-class CorruptFile(Callback):
-    """Changes a shard of rank 1 between the write of a checkpoint and the next batch."""
+class DrawingModule(MLPModule):
+    """Mixes samples with weights from NumPy and Python, as mixup does."""
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step == 2 and trainer.global_rank == 1:
-            shards = trainer.strategy.engine.buckets[0].shards
-            shards.values(0).view(-1).view(torch.int32)[0] ^= 1
+    def part_loss(self, part, rank):
+        weight = np.random.beta(1, 1) * random.random()
+        return super().part_loss([weight * t + (1 - weight) * t.flip(0) for t in part], rank)
+
+
+class EmptyingModule(MLPModule):
+    """Scales its inputs in place, and takes its targets out of the batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return dict(zip("xy", batch, strict=True))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["x"].mul_(2.0), batch.pop("y")], batch_idx)
+
+
+class CompiledModule(MLPModule):
+    """A submodule is wrapped by torch.compile, which inserts `_orig_mod` into names."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.net[0] = torch.compile(self.net[0], backend="eager")
+
+
+class LossModule(MLPModule):
+    """Its training_step only computes the loss."""
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+
+def compiled(**kwargs):
+    return torch.compile(LossModule(**kwargs), backend="eager")
+
+
+def _fit_beside(rank, world_size, factory, options):
+    """Losses of a run with the audit, and of one without."""
+    losses = []
+    for callbacks in ([audit()], []):
+        np.random.seed(rank)
+        outcome = fit(rank, world_size, settings(3), factory, {"callbacks": callbacks} | options)
+        losses.append(outcome.losses)
+    return losses
+
+
+@pytest.mark.parametrize("model", [DrawingModule, EmptyingModule, CompiledModule, compiled])
+def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
+    factory = partial(model, ranks=2, num_batches=4)
+    for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):
+        assert audited == plain
+
+
+def test_the_audit_is_silent_where_a_callback_sets_the_number_of_micro_batches():
+    options = {"callbacks": [audit(), GradientAccumulationScheduler({0: 2})]}
+    outcomes = fit_ranks(2, settings(2), partial(mlp, num_batches=4), options)
+    assert [outcome.global_step for outcome in outcomes] == [2, 2]
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the last layer, and from the second epoch on the first one, too."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=1e-2)
+
+
+class TrainableModule(MLPModule):
+    def groups(self):
+        return [p for p in self.parameters() if p.requires_grad]
+
+
+def test_the_audit_is_silent_where_a_callback_adds_a_parameter_group():
+    options = {"callbacks": [audit(), Unfreeze()], "max_epochs": 2, "limit_train_batches": 2}
+    outcomes = fit_ranks(2, settings(2), partial(TrainableModule, ranks=2), options)
+    assert [len(outcome.learning_rates) for outcome in outcomes] == [2, 2]
+
+
+class CorruptFile(Callback):
+    """Changes an element of rank 1 on its way into a checkpoint."""
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        if trainer.global_step != 2:
+            return
+        if trainer.strategy._saves_shards:
+            if trainer.global_rank == 1:
+                shards = trainer.strategy.engine.buckets[0].shards
+                shards.values(0).view(-1).view(torch.int32)[0] ^= 1
+        elif trainer.global_rank == 0:
+            checkpoint["state_dict"]["net.0.weight"].view(-1).view(torch.int32)[-1] ^= 1
 
 
 @pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_a_shard_that_differs_from_the_new_checkpoint_is_found(checkpoint, tmp_path):
+def test_a_checkpoint_that_differs_from_the_shards_is_found(checkpoint, tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [saver, Audit(every_n_steps=100)]}
     spec = settings(3, checkpoint=checkpoint)
@@ -233,7 +328,7 @@ def test_a_shard_that_differs_from_the_new_checkpoint_is_found(checkpoint, tmp_p
     options["callbacks"].insert(0, CorruptFile())
     text = text_of(lambda: fit_ranks(2, spec, mlp, options))
     assert "the checkpoint differs from the values that were saved" in text
-    assert "of rank 1: 1 differ from" in text
+    assert "of rank 1 differ from" in text
 
 
 class SaveLast(Callback):
@@ -252,7 +347,36 @@ class SaveLast(Callback):
 def test_each_checkpoint_of_one_path_is_compared(tmp_path):
     options = {"callbacks": [CorruptFile(), SaveLast(tmp_path / "last.ckpt"), Audit(100)]}
     text = text_of(lambda: fit_ranks(2, settings(3, checkpoint="full"), mlp, options))
-    assert "of rank 1: 1 differ from" in text
+    assert "of rank 1 differ from" in text
+
+
+class ClampingModule(MLPModule):
+    """Clamps its weights after a batch, so after a checkpoint; saves a bias in float16."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.05, 0.05)
+
+    def on_save_checkpoint(self, checkpoint):
+        state_dict = checkpoint["state_dict"]
+        if isinstance(state_dict["net.2.bias"], torch.Tensor):
+            state_dict["net.2.bias"] = state_dict["net.2.bias"].half()
+
+
+def _fit_clamping(rank, world_size, options, path):
+    saver = ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    callbacks = [EMAWeightAveraging(decay=0.5), Audit(100), saver]
+    arguments = {"callbacks": callbacks, "enable_checkpointing": True}
+    factory = partial(ClampingModule, ranks=2)
+    fit(rank, world_size, settings(3) | options, factory, arguments)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"checkpoint": "sharded"}, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_is_compared_with_the_values_that_were_saved(options, tmp_path):
+    run_ranks(2, _fit_clamping, options, tmp_path, has_group=False)
 
 
 def _fit_without_files(rank, world_size, path):
@@ -273,6 +397,29 @@ def test_a_checkpoint_that_is_missing_is_left_out_with_a_warning(tmp_path):
 def test_a_comparison_with_skipped_steps_is_refused():
     with pytest.raises(AssertionError, match='does not support on_nonfinite="skip"'):
         run(settings(1, on_nonfinite="skip"), mlp)
+
+
+class IteratorModule(MLPModule):
+    def training_step(self, dataloader_iter):
+        return self.loss(next(dataloader_iter)[0])
+
+
+class LockedModule(MLPModule):
+    def __init__(self):
+        super().__init__()
+        self.lock = Lock()
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        (IteratorModule, "a training_step that takes a batch"),
+        (LockedModule, "failed with TypeError: cannot pickle '_thread.lock' object; make"),
+    ],
+)
+def test_a_module_that_cannot_be_compared_is_an_error_before_training(module, text):
+    with pytest.raises(ValueError, match=text):
+        make_trainer(settings(1), devices=1, callbacks=[audit()]).fit(module())
 
 
 @pytest.mark.parametrize(

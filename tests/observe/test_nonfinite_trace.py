@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 import numpy as np
 import pytest
@@ -111,17 +112,100 @@ class Uncopyable(BadModule):
         return made
 
 
-def _trace_uncopyable(rank, world_size, folder):
+def _trace_one(rank, world_size, folder, model):
     trace = NonfiniteTrace(folder)
     spec = settings(3, on_nonfinite="skip")
-    outcome = fit(rank, world_size, spec, partial(Uncopyable, ranks=2), {"callbacks": [trace]})
+    outcome = fit(rank, world_size, spec, partial(model, ranks=2), {"callbacks": [trace]})
     return trace.last_trace, outcome.global_step
 
 
 def test_a_module_that_cannot_be_copied_is_reported_and_no_rank_waits(tmp_path):
-    for text, _ in run_ranks(2, _trace_uncopyable, str(tmp_path), has_group=False):
+    for text, _ in run_ranks(2, _trace_one, str(tmp_path), Uncopyable, has_group=False):
         assert text.startswith("the module cannot be copied: KeyError: 'net.4.bias'")
         assert "step-1-rank-1.pt" in text
+
+
+class Measuring(BadModule):
+    """Needs values in `setup`, which a copy on the meta device does not have."""
+
+    def setup(self, stage):
+        self.scale = torch.ones(3).sum().item()
+
+
+class Locked(BadModule):
+    """Cannot be copied, as a module that holds a file or a connection."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.lock = Lock()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [(Measuring, "cannot be called on meta tensors"), (Locked, "_thread.lock")]
+)
+def test_a_module_that_cannot_be_copied_when_training_begins_is_trained(model, why, tmp_path):
+    for text, num_steps in run_ranks(2, _trace_one, str(tmp_path), model, has_group=False):
+        assert text.startswith("the module cannot be copied: ")
+        assert why in text
+        assert "step-1-rank-1.pt" in text
+        assert num_steps == 4
+
+
+class Gathering(BadModule):
+    """Its loss needs the other ranks: by the strategy, or by torch.distributed."""
+
+    is_raw = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if not self.is_raw:
+            return loss + self.all_gather(loss.detach()).mean()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        return loss + mean
+
+
+class RawGathering(Gathering):
+    is_raw = True
+
+
+@pytest.mark.parametrize("model", [Gathering, RawGathering])
+def test_a_step_that_communicates_is_not_computed_again_and_no_rank_waits(model, tmp_path):
+    for text, num_steps in run_ranks(2, _trace_one, str(tmp_path), model, has_group=False):
+        assert "training_step communicates between ranks" in text
+        assert "NonfiniteTrace.reproduce" in text
+        assert num_steps == 4
+
+
+class Emptying(BadModule):
+    """Takes its targets out of the batch."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return dict(zip("xy", batch, strict=True))
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch["x"], batch.pop("y")], batch_idx)
+
+
+def test_a_step_that_takes_values_out_of_its_batch_is_computed_again(tmp_path):
+    found = run_ranks(2, _trace_one, str(tmp_path), Emptying, has_group=False)
+    assert found[1][0].startswith("backward, in module net.5 (Bad)")
+
+
+class Compiled(BadModule):
+    """Submodules are wrapped by torch.compile, which inserts `_orig_mod` into names."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for index in (0, 5):
+            self.net[index] = torch.compile(self.net[index], backend="eager")
+
+
+def test_compiled_modules_are_computed_again_without_compilation(tmp_path):
+    found = run_ranks(2, _trace_one, str(tmp_path), Compiled, has_group=False)
+    assert found[1][0].startswith("backward, in module net.5 (Bad)")
+    (path,) = Path(tmp_path).iterdir()
+    assert set(torch.load(path, weights_only=True)["values"]) == set(BadModule().state_dict())
 
 
 def test_a_file_that_cannot_be_written_is_in_the_text_and_the_module_is_named_nevertheless(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
-from lightning_zero.callbacks import Audit, NonfiniteTrace
+from lightning_zero.callbacks import Audit
 from tests.support.fitting import assert_same, fit, make_trainer, settings
 from tests.support.ranks import run_ranks
 
@@ -135,14 +135,3 @@ def test_sizes_that_form_no_groups_are_refused():
     strategy = lightning_zero.ZeroStrategy(batch_group_size=2)
     with pytest.raises(RuntimeError, match="use it from the hook setup on"):
         strategy.batch_group  # noqa: B018
-
-
-def _trace(rank, world_size):
-    spec = settings(2, batch_group_size=2)
-    with pytest.raises(ValueError, match="remove NonfiniteTrace, or batch_group_size"):
-        make_trainer(spec, callbacks=[NonfiniteTrace()]).fit(ContextModule())
-    assert dist.is_initialized()
-
-
-def test_a_trace_on_one_rank_alone_is_refused():
-    run_ranks(2, _trace, has_group=False)
