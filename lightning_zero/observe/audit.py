@@ -124,7 +124,7 @@ class Audit(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)
-        self._last_step = trainer.global_step
+        self._last_step, self._num_saves = trainer.global_step, strategy.num_saves
         if self._copy is not None:
             self._replica, self._copy = Replica(self._copy, strategy), None
         if self.every_n_steps:

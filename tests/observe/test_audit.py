@@ -14,7 +14,7 @@ from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
 from lightning_zero.engine import engine
 from lightning_zero.strategy import engine_strategy
-from tests.support.fitting import fit, fit_ranks, settings
+from tests.support.fitting import fit, fit_ranks, make_trainer, settings
 from tests.support.models import (
     OPTIMIZERS,
     SCHEDULERS,
@@ -268,6 +268,24 @@ def test_a_checkpoint_that_is_missing_is_left_out_with_a_warning(tmp_path):
     texts, others = run_ranks(2, _fit_without_files, tmp_path / "last.ckpt", has_group=False)
     assert "rank 0 does not find it" in texts[0]
     assert not others
+
+
+def _fit_again(rank, world_size, path):
+    torch.manual_seed(0)
+    module = mlp()
+    trainer = make_trainer(settings(2), callbacks=[Audit(100)])
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    with torch.no_grad():
+        module.net[0].weight.add_(1)  # after the save
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return trainer.global_step
+
+
+def test_a_checkpoint_that_was_saved_before_a_fit_is_not_compared_in_it(tmp_path):
+    path = tmp_path / "before.ckpt"
+    assert run_ranks(2, _fit_again, path, has_group=False) == [8, 8]
 
 
 def test_a_comparison_with_skipped_steps_is_refused():
