@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import rank_zero_warn
-from lightning_zero.checkpoint.rank_states import random_state, set_random_state
+from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
@@ -36,6 +36,7 @@ from lightning_zero.observe.replica import (
     arguments_of_step,
     copy_of,
     copy_values,
+    own_random_numbers,
 )
 from lightning_zero.observe.report import zero_strategy
 from lightning_zero.strategy.strategy import ZeroStrategy
@@ -318,7 +319,7 @@ def _origin_of(
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
     arguments = arguments_of_step(module, batch, state["batch_idx"])
-    with _random_numbers_of(state["rng"], device), torch.enable_grad(), look.watching():
+    with own_random_numbers(device, state["rng"]), torch.enable_grad(), look.watching():
         with context():
             output = module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output
@@ -347,14 +348,3 @@ def _scale_of(plugin: Any) -> float:
     """Scale of the loss; 1 without a loss scaler."""
     scaler = getattr(plugin, "scaler", None)
     return 1.0 if scaler is None else float(scaler.get_scale())
-
-
-@contextmanager
-def _random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-    """Context with earlier states of the generators; restores those of now."""
-    before = random_state(device)
-    set_random_state(states, device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,7 @@ from lightning_zero._lightning.pytorch import (
     is_overridden,
     is_param_in_hook_signature,
 )
+from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.core.access import full_grad
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
@@ -49,7 +50,10 @@ __all__ = [
     "arguments_of_step",
     "copy_of",
     "copy_values",
+    "own_random_numbers",
 ]
+
+_CPU = torch.device("cpu")
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
 # kernels are rounded in another order.
@@ -99,12 +103,31 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     replica.trainer = module.trainer
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
-    forked = torch.random.fork_rng(range(torch.cuda.device_count()))  # values are copied later
-    with forked, on_device:
+    forked = torch.random.fork_rng(range(torch.cuda.device_count()))
+    with forked, own_random_numbers(_CPU), on_device:  # values are copied later
         if is_overridden("setup", replica):
             replica.setup("fit")
         replica.configure_model()
     return replica
+
+
+@contextmanager
+def own_random_numbers(
+    device: torch.device, states: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Context that restores the generators of torch, NumPy and Python at its end. Local.
+
+    Args:
+        device: Device of this rank, whose generator is restored, too.
+        states: States with which it begins, of `random_state`; None: the current ones.
+    """
+    before = random_state(device)
+    try:
+        if states is not None:
+            set_random_state(states, device)
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def _sharing_memory(module: nn.Module) -> list[list[str]]:
@@ -260,9 +283,8 @@ class Replica:
             self._module.named_parameters(), self._engine.module.parameters(), strict=True
         ):
             parameter.requires_grad_(ours.requires_grad)
-        devices = [device] if device.type == "cuda" else []
         plugin = self._strategy.precision_plugin
-        with torch.random.fork_rng(devices), torch.enable_grad(), plugin.train_step_context():
+        with own_random_numbers(device), torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output
         self._loss = None if loss is None else loss / self._num_accumulated

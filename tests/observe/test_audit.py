@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -213,6 +215,21 @@ def test_the_audit_is_silent_in_the_parity_cells(part):
     chosen = CELLS[part::6]
     found = run_ranks(2, _fit_all, chosen, has_group=False, timeout_s=300.0)
     assert found == [[4] * len(chosen)] * 2
+
+
+class MixedModule(MLPModule):
+    """Draws with NumPy and Python, as augmentations do."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * (0.5 + random.random() + np.random.rand())
+
+
+def test_training_steps_that_draw_with_numpy_and_python_are_compared_and_not_changed():
+    factory = partial(MixedModule, ranks=2)
+    audited = run(settings(2), factory)
+    plain = fit_ranks(2, settings(2), factory)
+    assert audited[0].losses == plain[0].losses
 
 
 class CorruptFile(Callback):
