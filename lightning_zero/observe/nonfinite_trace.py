@@ -34,6 +34,7 @@ from lightning_zero.observe.replica import (
     SILENT,
     allocated,
     arguments_of_step,
+    cast,
     copy_of,
     copy_values,
     own_random_numbers,
@@ -250,8 +251,8 @@ class NonfiniteTrace(pl.Callback):
 
         Args:
             path: File that a warning has named.
-            module: The module, built as in the run. Its parameters, buffers and gradients are
-                overwritten.
+            module: The module, built as in the run. Its parameters and buffers get the dtypes and
+                values of the file, and its gradients are dropped.
 
         Returns:
             The text of the trace.
@@ -262,9 +263,11 @@ class NonfiniteTrace(pl.Callback):
             KeyError: The module has other parameters or buffers than the file.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
+        values: dict[str, Tensor] = state.get("values", {})
+        cast(module, {name: value.dtype for name, value in values.items()})
         own = _values_of(module)
         with torch.no_grad():
-            for name, value in state.get("values", {}).items():
+            for name, value in values.items():
                 own[name].copy_(value)
         precision, device = str(state["precision"]), module.device
         dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)

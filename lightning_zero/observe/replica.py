@@ -48,6 +48,7 @@ __all__ = [
     "Replica",
     "allocated",
     "arguments_of_step",
+    "cast",
     "copy_of",
     "copy_values",
     "own_random_numbers",
@@ -155,8 +156,8 @@ def allocated(
 
     Args:
         replica: Result of `copy_of(..., on_meta=True)`, which stays as it is.
-        like: Module with the same names, of which it gets the dtypes of parameters, which of them
-            are trainable, and which modules are in training mode.
+        like: Module with the same names, of which it gets the dtypes of parameters and buffers,
+            which parameters are trainable, and which modules are in training mode.
         device: Device of the memory.
 
     Raises:
@@ -166,12 +167,19 @@ def allocated(
     made = copy.deepcopy(replica, memo)
     made.trainer = replica.trainer
     ours, modules = dict(like.named_parameters()), dict(like.named_modules())
+    cast(made, {name: one.dtype for name, one in (*ours.items(), *like.named_buffers())})
     for name, parameter in made.named_parameters():
-        parameter.data = parameter.data.to(ours[name].dtype)
         parameter.requires_grad_(ours[name].requires_grad)
     for name, module in made.named_modules():
         module.training = modules[name].training
     return made
+
+
+def cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Casts parameters and buffers in place, by name; others stay."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _memo_of(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
@@ -242,6 +250,11 @@ class Replica:
         self._trainer = trainer = module.trainer
         shared = _sharing_memory(module)
         module.to(engine.device)
+        dtypes = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+        for bucket in engine.buckets:
+            names = [slot.name for slot in bucket.plan.layout.slots]
+            dtypes.update(zip(names, bucket.orig_dtypes, strict=True))
+        cast(module, dtypes)
         _share_memory(module, shared)
         copy_values(engine, self._module)
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)

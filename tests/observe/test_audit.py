@@ -217,6 +217,13 @@ def test_the_audit_is_silent_in_the_parity_cells(part):
     assert found == [[4] * len(chosen)] * 2
 
 
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_the_comparison_works_in_double_precision(stage):
+    run(settings(stage), mlp, precision="64-true")
+    text = text_of(lambda: run(settings(stage), mlp, [Corrupt(1 + 1e-8)], precision="64-true"))
+    assert "step 1, reduction: the gradient of net." in text
+
+
 class MixedModule(MLPModule):
     """Draws with NumPy and Python, as augmentations do."""
 

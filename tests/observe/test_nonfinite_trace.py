@@ -92,6 +92,19 @@ def test_one_process_computes_it_again_from_the_file(tmp_path):
     assert NonfiniteTrace.reproduce(str(path), module).startswith(origin)
 
 
+@pytest.mark.default_cases("bf16-true-3")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_a_micro_batch_in_another_precision_is_computed_again(stage, precision, tmp_path):
+    found = traced(settings(stage, on_nonfinite="skip"), tmp_path, precision=precision)
+    origin = "backward, in module net.5 (Bad): the gradient of its input is not finite"
+    assert found[1][1].startswith(origin)
+    (path,) = Path(tmp_path).iterdir()
+    module = BadModule(bad_rank=0)
+    module.trainer = make_trainer("auto", devices=1)
+    assert NonfiniteTrace.reproduce(str(path), module).startswith(origin)
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     spec = settings(stage, on_nonfinite="skip")
