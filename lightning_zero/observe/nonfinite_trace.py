@@ -29,7 +29,7 @@ from lightning_zero._lightning.pytorch import rank_zero_warn
 from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteGradient, NonfiniteReport
-from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
+from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, nonfinite_kinds
 from lightning_zero.observe.replica import (
     SILENT,
     allocated,
@@ -318,7 +318,7 @@ def _origin_of(
 ) -> Origin | None:
     device = next(module.parameters()).device
     batch = _to(state["batch"], device)
-    if not is_finite(batch):
+    if nonfinite_kinds(batch) - {"-infinity"}:  # which masks have
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
     arguments = arguments_of_step(module, batch, state["batch_idx"])
