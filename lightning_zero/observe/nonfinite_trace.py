@@ -167,14 +167,16 @@ class NonfiniteTrace(pl.Callback):
         self._num_traces += 1
         first, strategy = report.found[0], zero_strategy(self._trainer, self)
         engine = strategy.engine
+        gather = engine.comm.control.gather_objects
         is_here = first.rank == engine.comm.rank
         made: pl.LightningModule | str | None = None
-        if first.step == engine.guard.step:  # no step since
+        # No step since. Ranks may count steps differently after gradients were zeroed on some only.
+        if gather(first.step == engine.guard.step)[first.rank]:
             made = self._copy_here(strategy) if is_here else None
             copy_values(engine, made if isinstance(made, nn.Module) else None)
         made = _CHANGED if made is None else made
         own = self._trace(strategy, first, made) if is_here else None
-        self.last_trace = engine.comm.control.gather_objects(own)[first.rank]
+        self.last_trace = gather(own)[first.rank]
         rank_zero_warn(
             f"trace of {first.parameter} on rank {first.rank}, step {first.step}, micro-batch "
             f"{first.micro_batch}:\n  {self.last_trace}"
