@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
@@ -102,11 +103,26 @@ def test_a_gradient_scaled_in_one_bucket_is_found(stage):
     assert "step 1, reduction: the gradient of net." in text
 
 
+class SkipAverage(Callback):
+    """Leaves out the average of gradients over replicas."""
+
+    def on_train_start(self, trainer, pl_module):
+        for bucket in trainer.strategy.engine.buckets:
+            bucket.grads.issue_average = lambda: None
+
+
 def test_a_skipped_average_is_found():
-    text = text_of(lambda: run(settings(3), mlp, [Corrupt(2.0, step=0)]))
+    options = {"sharding_group_size": 1}
+    run(settings(2, **options), mlp)
+    text = text_of(lambda: run(settings(2, **options), mlp, [SkipAverage()]))
     assert "step 0, reduction: the gradient of net." in text
     assert "with the engine" in text
     assert "with plain data parallel" in text
+
+
+def test_a_sum_in_place_of_an_average_is_found():
+    text = text_of(lambda: run(settings(3), mlp, [Corrupt(2.0, step=0)]))
+    assert "step 0, reduction: the gradient of net." in text
 
 
 def test_an_optimizer_with_a_global_setting_that_is_stepped_elementwise_is_found():
@@ -152,6 +168,65 @@ def test_a_flipped_bit_ends_training_on_all_ranks():
     text = text_of(call)
     assert "audit in step 4: ranks hold different values" in text
     assert "parameter net." in text
+
+
+class ChangeOnRank1(Callback):
+    """Changes a value of the Trainer on rank 1 in the second step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            self.change(trainer)
+
+
+def draw(trainer):
+    torch.rand(())
+
+
+def advance_schedule(trainer):
+    trainer.lr_scheduler_configs[0].scheduler.last_epoch += 1
+
+
+def scale_up(trainer):
+    trainer.strategy.precision_plugin.scaler._scale *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (draw, "generator of the CPU"),
+        (advance_schedule, "scheduler last_epoch of StepLR 0"),
+        pytest.param(scale_up, "loss scaler state", marks=pytest.mark.slow),
+    ],
+)
+def test_a_value_of_the_trainer_that_differs_is_found(change, name):
+    def call(callbacks):
+        options = {"callbacks": [*callbacks, Audit(every_n_steps=2, rng=True)]}
+        if change is scale_up:
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        fit_ranks(2, settings(2), partial(mlp, scheduler="per step"), options)
+
+    call([])
+    text = text_of(lambda: call([ChangeOnRank1(change)]))
+    assert f"audit in step 2: ranks hold different values:\n  {name}: rank 0 and rank 1" in text
+
+
+def _fit_and_warn(rank, world_size):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [FlipOnRank1(), Audit(every_n_steps=4, on_difference="warn")]
+        outcome = fit(rank, world_size, settings(1), mlp, {"callbacks": callbacks})
+    texts = [str(one.message) for one in caught if "audit in" in str(one.message)]
+    return outcome.global_step, texts
+
+
+def test_with_warn_a_difference_ends_nothing():
+    (num_steps, texts), others = run_ranks(2, _fit_and_warn, has_group=False)
+    assert (num_steps, others) == (4, (4, []))
+    assert "ranks hold different values" in texts[0]
 
 
 # ------------------------------------------------------------------------------------ silent cells
