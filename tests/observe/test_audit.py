@@ -131,6 +131,29 @@ def test_an_optimizer_with_a_global_setting_that_is_stepped_elementwise_is_found
     assert "step 0, step: net." in text
 
 
+class Estimating(torch.optim.SGD):
+    """SGD that keeps a norm of all gradients in a setting, which changes no parameter yet."""
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        self.param_groups[0]["d"] = float(sum(grad.square().sum() for grad in grads))
+        super().step()
+        return loss
+
+
+class EstimatingModule(MLPModule):
+    def configure_optimizers(self):
+        return Estimating(self.parameters(), lr=0.1)
+
+
+def test_a_setting_that_is_computed_from_all_gradients_is_found():
+    """Prodigy's parameters differ by less than a rounding error in its first steps."""
+    factory = partial(EstimatingModule, ranks=2)
+    text = text_of(lambda: run(settings(1, assume_elementwise=True), factory))
+    assert "step 0, step: d of parameter group 0 on rank" in text
+
+
 class ForgetScale(Callback):
     """Writes other parameters to the module on all ranks."""
 
