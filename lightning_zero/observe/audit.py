@@ -143,11 +143,11 @@ class Audit(SavingCallback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         strategy = zero_strategy(trainer, self)
-        self._last_step = trainer.global_step
+        self._last_step, self._num_saves = trainer.global_step, strategy.num_saves
         if self._copy is not None:
             self._replica, self._copy = Replica(self._copy, strategy), None
         if self.every_n_steps:
-            self._strategy, self._num_saves = strategy, strategy.num_saves
+            self._strategy = strategy
             self._audit = RankAudit(strategy.engine)
             self._compare_ranks(trainer, strategy)
 

@@ -1,12 +1,15 @@
 """Finds the module in which finite values become non-finite, in a forward and its backward.
 
-[Note: First module] In forward, the origin is the first module that returns a non-finite output for
-finite inputs and parameters: inner modules return before the modules that contain them. In
-backward, gradients are looked at in the order in which autograd computes them, and the first that
-is not finite decides. Each module gets a view of its inputs, so that the gradient of the view is
-what this module alone has computed. If the first one is the gradient of an input or of a parameter,
-it was computed in that module; if it is that of an output, outside of all modules, as by a loss
-function in `training_step`.
+[Note: First module] In forward, the origin is the first module that returns a kind of non-finite
+value (NaN, infinity, -infinity) that none of its inputs has: inner modules return before the
+modules that contain them. Masks of -infinity are no origin: if the loss is finite, what forward has
+found is dropped, and an input with -infinity does not hide a NaN in the output.
+
+In backward, gradients are looked at in the order in which autograd computes them, and the first
+that is not finite decides. Each module gets a view of its inputs, so that the gradient of the view
+is what this module alone has computed. If the first one is the gradient of an input or of a
+parameter, it was computed in that module; if it is that of an output, outside of all modules, as by
+a loss function in `training_step`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.layout.names import saved_name
 
-__all__ = ["FirstNonfinite", "Origin", "is_finite"]
+__all__ = ["FirstNonfinite", "Origin", "nonfinite_kinds"]
+
+_KINDS = {"NaN": torch.isnan, "infinity": torch.isposinf, "-infinity": torch.isneginf}
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,9 @@ class FirstNonfinite:
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Looks at the loss and at its gradient."""
-        if not is_finite(loss):
+        if _is_finite(loss):
+            self.origin = None  # masks of -infinity do not spread
+        else:
             self._found("forward", None, "the loss is not finite")
         self._look_at_grad(loss, None, "the gradient of the loss is not finite")
 
@@ -99,18 +106,24 @@ class FirstNonfinite:
 
         return tuple(tree_map(view, args)), tree_map(view, kwargs)
 
-    def _after(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if self.origin is None and not is_finite(output) and is_finite((args, kwargs)):
-            bad = [own for own, p in module.named_parameters(recurse=False) if not is_finite(p)]
-            what = f"its parameter {bad[0]}" if bad else "its output"
-            self._found("forward", name, f"{what} is not finite; its inputs are")
+    def _after(self, words: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.origin is None and not _is_finite(output):
+            of_inputs = nonfinite_kinds((args, kwargs))
+            if nonfinite_kinds(output) - of_inputs:
+                own = module.named_parameters(recurse=False)
+                bad = [name for name, parameter in own if not _is_finite(parameter)]
+                what = f"its parameter {bad[0]}" if bad else "its output"
+                inputs = "its inputs are"
+                if of_inputs:
+                    inputs = f"its inputs have {' and '.join(sorted(of_inputs))}"
+                self._found("forward", words, f"{what} is not finite; {inputs}")
         for tensor in _tensors(output):
-            text = f"the gradient of the output of {name} is not finite"
+            text = f"the gradient of the output of {words} is not finite"
             self._look_at_grad(tensor, None, text)
 
     def _look_at_grad(self, tensor: Tensor, module: str | None, text: str) -> None:
         def look(grad: Tensor) -> None:
-            if self.origin is None and not is_finite(grad):
+            if self.origin is None and not _is_finite(grad):
                 self._found("backward", module, text)
 
         if tensor.requires_grad:
@@ -121,9 +134,19 @@ class FirstNonfinite:
             self.origin = Origin(phase, module, text)
 
 
-def is_finite(tree: Any) -> bool:
+def _is_finite(tree: Any) -> bool:
     """Whether all floating-point values in nested containers are finite. Waits for the device."""
     return all(bool(torch.isfinite(tensor.detach()).all()) for tensor in _tensors(tree))
+
+
+def nonfinite_kinds(tree: Any) -> set[str]:
+    """Kinds of non-finite values in nested containers. Waits for the device."""
+    kinds: set[str] = set()
+    for tensor in _tensors(tree):
+        value = tensor.detach()
+        parts = torch.view_as_real(value) if value.is_complex() else value
+        kinds.update(kind for kind, is_kind in _KINDS.items() if bool(is_kind(parts).any()))
+    return kinds
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -31,14 +31,15 @@ from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteReport
 from lightning_zero.layout.names import parameters_by_name, saved_name
-from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, is_finite
+from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, nonfinite_kinds
 from lightning_zero.observe.replica import (
     SILENT,
     allocated,
     arguments_of_step,
+    cast,
     copy_of,
     copy_values,
-    random_numbers_of,
+    own_random_numbers,
 )
 from lightning_zero.observe.report import zero_strategy
 from lightning_zero.strategy.patches import Patches
@@ -250,8 +251,8 @@ class NonfiniteTrace(pl.Callback):
 
         Args:
             path: File that a warning has named.
-            module: The module, built as in the run. Its parameters, buffers and gradients are
-                overwritten.
+            module: The module, built as in the run. Its parameters and buffers get the dtypes and
+                values of the file, and its gradients are dropped.
 
         Returns:
             The text of the trace.
@@ -262,9 +263,11 @@ class NonfiniteTrace(pl.Callback):
             KeyError: The module has other parameters or buffers than the file.
         """
         state = torch.load(path, map_location="cpu", weights_only=True)
+        values: dict[str, Tensor] = state.get("values", {})
+        cast(module, {name: value.dtype for name, value in values.items()})
         own = _values_of(module)
         with torch.no_grad():
-            for name, value in state.get("values", {}).items():
+            for name, value in values.items():
                 own[name].copy_(value)
         precision, device = str(state["precision"]), module.device
         dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision)
@@ -345,12 +348,12 @@ def _origin_of(
 ) -> Origin | None:
     device = next(module.parameters()).device
     batch = _to(state["batch"], device)
-    if not is_finite(batch):
+    if nonfinite_kinds(batch) - {"-infinity"}:  # which masks have
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
     arguments = arguments_of_step(module, batch, state["batch_idx"])
     eager = torch.compiler.set_stance("force_eager")  # compiled modules run no hooks of theirs
-    with random_numbers_of(state["rng"], device), torch.enable_grad(), eager, look.watching():
+    with own_random_numbers(device, state["rng"]), torch.enable_grad(), eager, look.watching():
         with context():
             output = module.training_step(*arguments)
         loss = output["loss"] if isinstance(output, Mapping) else output

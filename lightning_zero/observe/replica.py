@@ -50,10 +50,13 @@ __all__ = [
     "Replica",
     "allocated",
     "arguments_of_step",
+    "cast",
     "copy_of",
     "copy_values",
-    "random_numbers_of",
+    "own_random_numbers",
 ]
+
+_CPU = torch.device("cpu")
 
 # Largest relative difference by the dtype in which the module computes. Sums of ranks and of fused
 # kernels are rounded in another order.
@@ -108,13 +111,31 @@ def copy_of(module: pl.LightningModule, *, on_meta: bool = False) -> pl.Lightnin
     replica.trainer = module.trainer
     replica.__dict__.update(SILENT)
     on_device = torch.device("meta") if on_meta else nullcontext()
-    forked = torch.random.fork_rng(range(torch.cuda.device_count()))  # values are copied later
-    cpu = torch.device("cpu")
-    with forked, random_numbers_of(random_state(cpu), cpu), on_device:
+    forked = torch.random.fork_rng(range(torch.cuda.device_count()))
+    with forked, own_random_numbers(_CPU), on_device:  # values are copied later
         if is_overridden("setup", replica):
             replica.setup("fit")
         replica.configure_model()
     return replica
+
+
+@contextmanager
+def own_random_numbers(
+    device: torch.device, states: Mapping[str, Any] | None = None
+) -> Iterator[None]:
+    """Context that restores the generators of torch, NumPy and Python at its end. Local.
+
+    Args:
+        device: Device of this rank, whose generator is restored, too.
+        states: States with which it begins, of `random_state`; None: the current ones.
+    """
+    before = random_state(device)
+    try:
+        if states is not None:
+            set_random_state(states, device)
+        yield
+    finally:
+        set_random_state(before, device)
 
 
 def _sharing_memory(module: nn.Module) -> list[list[str]]:
@@ -142,8 +163,8 @@ def allocated(
 
     Args:
         replica: Result of `copy_of(..., on_meta=True)`, which stays as it is.
-        like: Module with the same names, of which it gets the dtypes of parameters, which of them
-            are trainable, and which modules are in training mode.
+        like: Module with the same names, of which it gets the dtypes of parameters and buffers,
+            which parameters are trainable, and which modules are in training mode.
         device: Device of the memory.
 
     Raises:
@@ -153,12 +174,19 @@ def allocated(
     made = copy.deepcopy(replica, memo)
     made.trainer = replica.trainer
     ours, modules = dict(like.named_parameters()), dict(like.named_modules())
+    cast(made, {name: one.dtype for name, one in (*ours.items(), *like.named_buffers())})
     for name, parameter in made.named_parameters():
-        parameter.data = parameter.data.to(ours[name].dtype)
         parameter.requires_grad_(ours[name].requires_grad)
     for name, module in made.named_modules():
         module.training = modules[name].training
     return made
+
+
+def cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Casts parameters and buffers in place, by name; others stay."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in dtypes:
+            tensor.data = tensor.data.to(dtypes[name])
 
 
 def _memo_of(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
@@ -210,17 +238,6 @@ def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) ->
     return (batch, batch_idx) if has_index else (batch,)
 
 
-@contextmanager
-def random_numbers_of(states: Mapping[str, Any], device: torch.device) -> Iterator[None]:
-    """Context with earlier states of all generators; restores those of now."""
-    before = random_state(device)
-    set_random_state(states, device)
-    try:
-        yield
-    finally:
-        set_random_state(before, device)
-
-
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Replaces `log` of a module whose metrics do not count."""
 
@@ -248,6 +265,11 @@ class Replica:
         self._trainer = trainer = module.trainer
         shared = _sharing_memory(module)
         module.to(engine.device)
+        dtypes = {name: buffer.dtype for name, buffer in engine.module.named_buffers()}
+        for bucket in engine.buckets:
+            names = [slot.name for slot in bucket.plan.layout.slots]
+            dtypes.update(zip(names, bucket.orig_dtypes, strict=True))
+        cast(module, dtypes)
         _share_memory(module, shared)
         copy_values(engine, self._module)
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)
@@ -305,9 +327,8 @@ class Replica:
         ):
             parameter.requires_grad_(ours.requires_grad)
         plugin = self._strategy.precision_plugin
-        same_numbers = random_numbers_of(random_state(device), device)
         batch = _copy_of_batch(batch)
-        with same_numbers, torch.enable_grad(), plugin.train_step_context():
+        with own_random_numbers(device), torch.enable_grad(), plugin.train_step_context():
             output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
         loss = output["loss"] if isinstance(output, Mapping) else output
         self._loss = None if loss is None else loss / self._trainer.accumulate_grad_batches

@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
+from lightning.pytorch.plugins import MixedPrecision
 
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
@@ -108,17 +109,55 @@ def test_a_gradient_scaled_in_one_bucket_is_found(stage):
     assert "step 1, reduction: the gradient of net." in text
 
 
+class SkipAverage(Callback):
+    """Leaves out the average of gradients over replicas."""
+
+    def on_train_start(self, trainer, pl_module):
+        for bucket in trainer.strategy.engine.buckets:
+            bucket.grads.issue_average = lambda: None
+
+
 def test_a_skipped_average_is_found():
-    text = text_of(lambda: run(settings(3), mlp, [Corrupt(2.0, step=0)]))
+    options = {"sharding_group_size": 1}
+    run(settings(2, **options), mlp)
+    text = text_of(lambda: run(settings(2, **options), mlp, [SkipAverage()]))
     assert "step 0, reduction: the gradient of net." in text
     assert "with the engine" in text
     assert "with plain data parallel" in text
+
+
+def test_a_sum_in_place_of_an_average_is_found():
+    text = text_of(lambda: run(settings(3), mlp, [Corrupt(2.0, step=0)]))
+    assert "step 0, reduction: the gradient of net." in text
 
 
 def test_an_optimizer_with_a_global_setting_that_is_stepped_elementwise_is_found():
     factory = partial(NormedModule, ranks=2)
     text = text_of(lambda: run(settings(1, assume_elementwise=True), factory))
     assert "step 0, step: net." in text
+
+
+class Estimating(torch.optim.SGD):
+    """SGD that keeps a norm of all gradients in a setting, which changes no parameter yet."""
+
+    def step(self, closure=None):
+        loss = closure() if closure is not None else None
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        self.param_groups[0]["d"] = float(sum(grad.square().sum() for grad in grads))
+        super().step()
+        return loss
+
+
+class EstimatingModule(MLPModule):
+    def configure_optimizers(self):
+        return Estimating(self.parameters(), lr=0.1)
+
+
+def test_a_setting_that_is_computed_from_all_gradients_is_found():
+    """Prodigy's parameters differ by less than a rounding error in its first steps."""
+    factory = partial(EstimatingModule, ranks=2)
+    text = text_of(lambda: run(settings(1, assume_elementwise=True), factory))
+    assert "step 0, step: d of parameter group 0 on rank" in text
 
 
 class ForgetScale(Callback):
@@ -158,6 +197,65 @@ def test_a_flipped_bit_ends_training_on_all_ranks():
     text = text_of(call)
     assert "audit in step 4: ranks hold different values" in text
     assert "parameter net." in text
+
+
+class ChangeOnRank1(Callback):
+    """Changes a value of the Trainer on rank 1 in the second step."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            self.change(trainer)
+
+
+def draw(trainer):
+    torch.rand(())
+
+
+def advance_schedule(trainer):
+    trainer.lr_scheduler_configs[0].scheduler.last_epoch += 1
+
+
+def scale_up(trainer):
+    trainer.strategy.precision_plugin.scaler._scale *= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (draw, "generator of the CPU"),
+        (advance_schedule, "scheduler last_epoch of StepLR 0"),
+        pytest.param(scale_up, "loss scaler state", marks=pytest.mark.slow),
+    ],
+)
+def test_a_value_of_the_trainer_that_differs_is_found(change, name):
+    def call(callbacks):
+        options = {"callbacks": [*callbacks, Audit(every_n_steps=2, rng=True)]}
+        if change is scale_up:
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+        fit_ranks(2, settings(2), partial(mlp, scheduler="per step"), options)
+
+    call([])
+    text = text_of(lambda: call([ChangeOnRank1(change)]))
+    assert f"audit in step 2: ranks hold different values:\n  {name}: rank 0 and rank 1" in text
+
+
+def _fit_and_warn(rank, world_size):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [FlipOnRank1(), Audit(every_n_steps=4, on_difference="warn")]
+        outcome = fit(rank, world_size, settings(1), mlp, {"callbacks": callbacks})
+    texts = [str(one.message) for one in caught if "audit in" in str(one.message)]
+    return outcome.global_step, texts
+
+
+def test_with_warn_a_difference_ends_nothing():
+    (num_steps, texts), others = run_ranks(2, _fit_and_warn, has_group=False)
+    assert (num_steps, others) == (4, (4, []))
+    assert "ranks hold different values" in texts[0]
 
 
 # ------------------------------------------------------------------------------------ silent cells
@@ -221,6 +319,13 @@ def test_the_audit_is_silent_in_the_parity_cells(part):
     chosen = CELLS[part::6]
     found = run_ranks(2, _fit_all, chosen, has_group=False, timeout_s=300.0)
     assert found == [[4] * len(chosen)] * 2
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_the_comparison_works_in_double_precision(stage):
+    run(settings(stage), mlp, precision="64-true")
+    text = text_of(lambda: run(settings(stage), mlp, [Corrupt(1 + 1e-8)], precision="64-true"))
+    assert "step 1, reduction: the gradient of net." in text
 
 
 class DrawingModule(MLPModule):
@@ -392,6 +497,24 @@ def test_a_checkpoint_that_is_missing_is_left_out_with_a_warning(tmp_path):
     texts, others = run_ranks(2, _fit_without_files, tmp_path / "last.ckpt", has_group=False)
     assert "rank 0 does not find it" in texts[0]
     assert not others
+
+
+def _fit_again(rank, world_size, path):
+    torch.manual_seed(0)
+    module = mlp()
+    trainer = make_trainer(settings(2), callbacks=[Audit(100)])
+    trainer.fit(module)
+    trainer.save_checkpoint(path)
+    with torch.no_grad():
+        module.net[0].weight.add_(1)  # after the save
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module)
+    return trainer.global_step
+
+
+def test_a_checkpoint_that_was_saved_before_a_fit_is_not_compared_in_it(tmp_path):
+    path = tmp_path / "before.ckpt"
+    assert run_ranks(2, _fit_again, path, has_group=False) == [8, 8]
 
 
 def test_a_comparison_with_skipped_steps_is_refused():

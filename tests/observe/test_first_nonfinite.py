@@ -91,3 +91,44 @@ def test_nothing_is_found_where_all_values_are_finite():
     module.zero_grad()
     module(torch.full((3, 4), -0.5)).sum().backward()
     assert all(map(torch.equal, grads, (p.grad for p in module.parameters())))
+
+
+class Attention(nn.Module):
+    """Adds a mask with -infinity in front of a softmax."""
+
+    def forward(self, x, mask):
+        return torch.softmax(x + mask, dim=-1), mask
+
+
+def mask_of(num_visible):
+    return torch.zeros(4).masked_fill(torch.arange(4) >= num_visible, -INF)
+
+
+class Mask(nn.Module):
+    def forward(self, num_visible):
+        return mask_of(num_visible)
+
+
+class Masked(nn.Module):
+    """Its mask leaves `num_visible` elements visible."""
+
+    def __init__(self, num_visible, mask=mask_of, inner=None):
+        super().__init__()
+        self.num_visible, self.mask = num_visible, mask
+        self.first, self.attention = nn.Linear(4, 4), Attention()
+        self.last = inner or nn.Identity()
+
+    def forward(self, x):
+        return self.last(self.attention(self.first(x), self.mask(self.num_visible))[0])
+
+
+@pytest.mark.parametrize("mask", [mask_of, Mask()])
+def test_masks_of_minus_infinity_are_no_origin(mask):
+    assert origin_of(Masked(3, mask)) is None
+    origin = origin_of(Masked(3, mask, Root()))
+    assert (origin.phase, origin.module) == ("backward", "last (Root)")
+
+
+def test_a_softmax_of_which_everything_is_masked_is_named():
+    text = "forward, in module attention (Attention): its output is not finite"
+    assert str(origin_of(Masked(0))) == f"{text}; its inputs have -infinity"

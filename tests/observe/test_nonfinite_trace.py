@@ -93,6 +93,19 @@ def test_one_process_computes_it_again_from_the_file(tmp_path):
     assert NonfiniteTrace.reproduce(str(path), module).startswith(origin)
 
 
+@pytest.mark.default_cases("bf16-true-3")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
+def test_a_micro_batch_in_another_precision_is_computed_again(stage, precision, tmp_path):
+    found = traced(settings(stage, on_nonfinite="skip"), tmp_path, precision=precision)
+    origin = "backward, in module net.5 (Bad): the gradient of its input is not finite"
+    assert found[1][1].startswith(origin)
+    (path,) = Path(tmp_path).iterdir()
+    module = BadModule(bad_rank=0)
+    module.trainer = make_trainer("auto", devices=1)
+    assert NonfiniteTrace.reproduce(str(path), module).startswith(origin)
+
+
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     spec = settings(stage, on_nonfinite="skip")
@@ -101,6 +114,30 @@ def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     assert found[1][1].startswith("backward, in module net.5 (Bad)")
     (path,) = Path(tmp_path).iterdir()
     assert torch.load(path, weights_only=True)["batch_idx"] == 1
+
+
+class UnevenlyZeroed(BadModule):
+    """Takes no step in its first batch, and rank 1 does not zero its gradients then."""
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        return optimizer.step(closure) if batch_idx else closure()
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if (batch_idx, self.global_rank) != (1, 1):
+            optimizer.zero_grad()
+
+
+def _trace_unevenly_zeroed(rank, world_size, stage, folder):
+    trace = NonfiniteTrace(folder)
+    spec = settings(stage, on_nonfinite="skip")
+    fit(rank, world_size, spec, partial(UnevenlyZeroed, ranks=2), {"callbacks": [trace]})
+    return trace.last_trace
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
+def test_ranks_that_count_steps_differently_trace_together(stage, tmp_path):
+    for text in run_ranks(2, _trace_unevenly_zeroed, stage, str(tmp_path), has_group=False):
+        assert text.startswith("backward, in module net.5 (Bad)")
 
 
 class Uncopyable(BadModule):

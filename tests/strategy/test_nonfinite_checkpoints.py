@@ -192,6 +192,20 @@ def test_inspect_and_audit_report_a_non_finite_checkpoint(tmp_path, capsys):
     assert "NaN" not in capsys.readouterr().out
 
 
+def test_audit_reports_a_parameter_that_is_not_its_main_parameter_rounded(tmp_path, capsys):
+    options = {"devices": 1, "precision": "bf16-true", "max_steps": 1}
+    trainer = make_trainer(settings(1), default_root_dir=tmp_path, **options)
+    trainer.fit(MLPModule(num_batches=1))
+    path = str(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(path)
+    assert main(["audit", path]) == 0
+    saved = torch.load(path, weights_only=True)
+    saved["state_dict"]["net.0.bias"][2] += 1
+    torch.save(saved, path)
+    assert main(["audit", path]) == 1
+    assert "net.0.bias: 1 elements differ from the main parameter" in capsys.readouterr().out
+
+
 class Overflow(GPTModule):
     """A gradient of float16 overflows in step 1."""
 
