@@ -206,7 +206,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     @override
     def _configure_launcher(self) -> None:
         group_size = self.config.group_size(local_world_size=self.num_processes)
-        Mesh.of(0, self.num_nodes * self.num_processes, group_size)  # raises for a wrong size
+        Mesh.of(0, self.num_ranks, group_size)  # raises for a wrong size
         super()._configure_launcher()
 
     @override

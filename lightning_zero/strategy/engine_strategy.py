@@ -175,9 +175,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def _configure_launcher(self) -> None:
         self._settings.check_folders()
-        Mesh.of(
-            0, self.num_nodes * self.num_processes, self._group_size
-        )  # raises for a wrong group size
+        Mesh.of(0, self.num_ranks, self._group_size)  # raises for a wrong group size
         super()._configure_launcher()
 
     @override

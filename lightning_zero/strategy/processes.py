@@ -101,7 +101,7 @@ class Processes(_Base):
     @property
     def is_distributed(self) -> bool:
         """Whether there are several ranks: the Trainer then shards data and synchronizes logs."""
-        return self.num_nodes * self.num_processes > 1
+        return self.num_ranks > 1
 
     @property
     @override
@@ -113,6 +113,11 @@ class Processes(_Base):
     def num_processes(self) -> int:
         """Number of ranks on this node."""
         return len(self.parallel_devices or ())
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the job, also before they are connected."""
+        return self.num_nodes * self.num_processes
 
     @property
     @override
@@ -136,8 +141,7 @@ class Processes(_Base):
 
     @property
     def _position(self) -> BatchGroup:
-        num_ranks = self.num_nodes * self.num_processes
-        return BatchGroup.of(self.global_rank, num_ranks, self._batch_group_size)
+        return BatchGroup.of(self.global_rank, self.num_ranks, self._batch_group_size)
 
     def scaled_loss(self, loss: Tensor) -> Tensor:
         """The loss whose gradients are averaged. See [Note: Sum inside, mean over groups]."""
@@ -149,7 +153,7 @@ class Processes(_Base):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._refuse_mps()
-        check_batch_group_size(self._batch_group_size, self.num_nodes * self.num_processes)
+        check_batch_group_size(self._batch_group_size, self.num_ranks)
         if self._start_method != "popen":
             self._launcher = ProcessLauncher(
                 self, start_method=self._start_method, wrap=with_resolved_ckpt_path
@@ -220,7 +224,7 @@ class Processes(_Base):
     def _check_world_size(self) -> None:
         """Raises if the Trainer's number of ranks is not the number of started ranks."""
         assert self.cluster_environment is not None
-        wanted = self.num_processes * self.num_nodes
+        wanted = self.num_ranks
         started = world_size() if has_world() else self.cluster_environment.world_size()
         if started == wanted:
             return
@@ -245,7 +249,7 @@ class Processes(_Base):
         if self.cluster_environment is not None:
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+            self.cluster_environment.set_world_size(self.num_ranks)
         # Some environments ignore the setters, so the getter is called again. Lightning's
         # `rank_zero_only` is this function, and keeps the rank as its attribute.
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]

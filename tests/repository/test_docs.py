@@ -83,6 +83,7 @@ def test_every_page_is_in_the_navigation():
             [
                 *(f"lightning_zero.{name}" for name in lightning_zero.__all__),
                 "lightning_zero.fabric.ZeroStrategy",
+                "lightning_zero.ray.RayZeroStrategy",
             ],
         ),
         ("callbacks", [f"lightning_zero.callbacks.{n}" for n in lightning_zero.callbacks.__all__]),

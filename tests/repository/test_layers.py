@@ -17,6 +17,7 @@ FACE = {
     "_version",
     "activations",
     "callbacks",
+    "ray",
 }  # what users import by path
 PACKAGES = [
     "record",

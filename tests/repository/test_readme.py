@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import lightning.pytorch as pl
 import pytest
@@ -30,6 +31,10 @@ COMMANDS = [
 LOOP_PAGE = f"{GUIDES}/loop.md"  # excerpts, which need what stands around them
 FABRIC_PAGE = f"{GUIDES}/fabric.md"  # as well; tests/fabric runs its loop
 OTHER_PAGE = "docs/guides/pytorch-lightning.md"  # run by tests/strategy/test_distributions.py
+RAY_PAGE = f"{GUIDES}/clusters.md"
+SPECIAL_PAGES = [LOOP_PAGE, FABRIC_PAGE, OTHER_PAGE]
+if find_spec("ray") is None:
+    SPECIAL_PAGES.append(RAY_PAGE)
 
 SETUP = "python3 -m venv .venv && . .venv/bin/activate && pip install -e"
 RUN_BY_CI = {
@@ -43,7 +48,8 @@ SWEEP = "python examples/train.py -m trainer.devices=2,1"
 TORCHRUN = (
     "torchrun --nproc-per-node 2 examples/train.py trainer.devices=2 hydra.run.dir=outputs/torchrun"
 )
-RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, *CLI}
+RUN_BY_A_TEST = {
+    "python examples/ray_train.py --workers 2",  # in tests/strategy/test_ray.pyOVERRIDDEN, LOOP, SWEEP, TORCHRUN, *CLI}
 # On a SLURM cluster, with the layout of the test's nodes: tests/slurm/test_examples.py.
 RUN_ON_SLURM = {
     "sbatch --nodes=4 examples/slurm/multi_node.sbatch model.lr=2e-4",
@@ -161,11 +167,7 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        page
-        for page in PAGES
-        if blocks("python", page) and page not in (LOOP_PAGE, FABRIC_PAGE, OTHER_PAGE)
-    ],
+    [page for page in PAGES if blocks("python", page) and page not in SPECIAL_PAGES],
 )
 def test_the_python_of_a_page_runs_by_itself(page, tmp_path, monkeypatch):
     (tmp_path / "ds_config.json").write_text(json.dumps(DS_CONFIG))
