@@ -16,7 +16,7 @@ from tests.support.features import pytest_sessionfinish
 
 __all__ = ["pytest_sessionfinish"]
 
-pytest_plugins = ["tests.support.disks"]
+pytest_plugins = ["tests.support.disks", "tests.support.fault_matrix"]
 
 _BEGIN_S = pytest.StashKey[float]()
 _NO_TIME = "no time left: --stop-after-s"
