@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from tests.support.features import pytest_sessionfinish
 
 __all__ = ["pytest_sessionfinish"]
 
-pytest_plugins = ["tests.support.disks"]
+pytest_plugins = ["tests.support.disks", "tests.support.fault_matrix"]
 
 _BEGIN_S = pytest.StashKey[float]()
 _NO_TIME = "no time left: --stop-after-s"
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     missing = mark_slow_cases(items)
     if missing and not any("[" in argument for argument in config.args):
         raise pytest.UsageError(f"default_cases names cases that do not exist: {missing}")
+
+
+def pytest_collection_finish() -> None:
+    """Garbage is not looked for in the modules that are imported by now."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -16,14 +16,12 @@ from tests.support.fault_matrix import (
     AXES,
     SLOWDOWN,
     Cell,
-    FaultServer,
     all_cells,
     cover,
     problems_of,
     run_cell,
     tuples_of,
 )
-from tests.support.fault_server import JobSpec
 
 pytestmark = pytest.mark.timeout(60 + 120 * SLOWDOWN)
 
@@ -40,28 +38,21 @@ CELLS = cover(ALL_CELLS, SAMPLE, count=160, seed=0)
 ON_FOUR = cover(all_cells({**AXES, "rank": (0, 3)}, world_size=4), [], count=12, seed=0)[:12]
 
 
-@pytest.fixture(scope="module")
-def server():
-    made = FaultServer()
-    yield made
-    made.close()
-
-
 def _param(cell):
     return pytest.param(cell, marks=() if cell in SAMPLE else pytest.mark.slow, id=str(cell))
 
 
 @pytest.mark.parametrize("cell", list(map(_param, [*CELLS, *ON_FOUR])))
-def test_a_fault_on_one_rank_ends_the_job_and_is_named(cell, server, tmp_path):
-    report = run_cell(cell, server, tmp_path)
+def test_a_fault_on_one_rank_ends_the_job_and_is_named(cell, fault_server, tmp_path):
+    report = run_cell(cell, fault_server, tmp_path)
     problems = problems_of(cell, report)
     assert not problems, "\n".join([*problems, "--- output:", report.output])
 
 
 @pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
-def test_without_a_fault_the_same_script_trains_to_its_end(launcher, server, tmp_path):
+def test_without_a_fault_the_same_script_trains_to_its_end(launcher, fault_server, tmp_path):
     cell = Cell("none", "save", "2workers", "zero3", launcher, 0)
-    report = run_cell(cell, server, tmp_path)
+    report = run_cell(cell, fault_server, tmp_path)
     assert not problems_of(cell, report), report.output
     assert [len(batches) for batches in report.batches] == [12, 12]
 
@@ -94,16 +85,12 @@ except BaseException as error:
     ],
 )
 def test_a_rank_that_ends_between_two_runs_is_named_by_the_next_one(
-    rank, fault, text, server, tmp_path
+    rank, fault, text, fault_server, tmp_path
 ):
     script = tmp_path / "script.py"
     script.write_text(_BETWEEN.replace("FAULTY", str(rank)).replace("FAULT", fault))
-    ending = server.run(
-        JobSpec([str(script)], str(tmp_path), str(tmp_path / "none"), 60, 0, num_started=1)
-    )
-    output = (tmp_path / "output").read_text()
-    assert ending.status != 0
-    assert not ending.left
+    status, output = fault_server.run_script([script], tmp_path, num_started=1)
+    assert status != 0
     assert f"the other rank printed: rank {1 - rank} stops because rank {rank} {text}" in output, (
         output
     )

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,16 +352,26 @@ def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     if rank == 0 and not is_rank_0_there:
         watchdog.stop()  # as if it hung
 
+    is_reported = Path("reported")
+    deadline = time.monotonic() + 20
+
     def wait():
+        while not is_reported.exists() and time.monotonic() < deadline:
+            if shown.lines:
+                is_reported.touch()
+            time.sleep(0.05)
+
+    def wait_for_layer():
         with watchdog.waiting("the gather of a layer"):
-            time.sleep(5)
+            wait()
 
     if rank == 1:
-        thread = threading.Thread(target=wait)
+        thread = threading.Thread(target=wait_for_layer)
         thread.start()
         thread.join()
     else:
-        time.sleep(6)
+        wait()
+    time.sleep(1)  # one rank alone reports
     return "".join(shown.lines)
 
 

@@ -90,9 +90,11 @@ def test_the_subprocess_launcher_trains_on_two_ranks_as_ddp(tmp_path):
 
 
 @pytest.mark.shows("launch by torchrun", stages=(2,))
-def test_torchrun_trains_on_two_ranks_as_ddp(tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
-    run_script(*torchrun, SCRIPTS / "train.py", "zero2", 2, tmp_path)
+def test_torchrun_trains_on_two_ranks_as_ddp(fault_server, tmp_path):
+    torchrun = ["torchrun", "--nproc-per-node", 2, "--master-port", free_port()]
+    command = [*torchrun, SCRIPTS / "train.py", "zero2", 2, tmp_path]
+    status, output = fault_server.run_script(command, tmp_path, num_started=2)
+    assert status == 0, output
     assert_saved_equals_ddp(tmp_path)
 
 
@@ -284,11 +286,11 @@ if __name__ == "__main__":
         pytest.param("+in=hydra", 1, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_fail_in_the_same_way_print_one_traceback(tmp_path, word, count):
-    (tmp_path / "failing.py").write_text(_FAILING)
-    with start(tmp_path / "failing.py", word) as process:
-        printed, _ = process.communicate(timeout=90)
-    assert process.returncode == 1
+def test_ranks_that_fail_in_the_same_way_print_one_traceback(fault_server, tmp_path, word, count):
+    script = tmp_path / "failing.py"
+    script.write_text(_FAILING)
+    status, printed = fault_server.run_script([script, word], tmp_path, num_started=1)
+    assert status == 1
     assert printed.count("Traceback") == count, printed
     assert printed.count("ArithmeticError: number") == 2  # one line for each rank
     assert printed.count("the traceback is that of rank") == 2 - count

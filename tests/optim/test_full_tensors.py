@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -68,7 +67,10 @@ RESUMED = {
     name: partial(CASES[name][0], ranks=6, batch_size=1, num_batches=2)
     for name in ("Adafactor", "Muon and AdamW, clipped", "all in one call")
 }
-CHAIN = [(1, 2, "full"), (3, 3, "sharded"), (2, 1, "full"), (3, 2, "sharded"), (1, 3, "full")]
+CHAINS = {
+    "short": [(1, 2, "full"), (3, 3, "sharded"), (2, 1, "full")],
+    "long": [(3, 1, "sharded"), (2, 3, "full"), (3, 2, "sharded"), (1, 3, "full"), (1, 2, "full")],
+}
 
 
 class SavingAtStart(Callback):
@@ -130,9 +132,13 @@ def assert_equal_bits(one, other):
         assert one == other
 
 
-def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_size(tmp_path):
+@pytest.mark.default_cases("short")
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_size(
+    tmp_path, chain
+):
     sources = dict.fromkeys(RESUMED)
-    for epoch, (stage, world_size, form) in enumerate(CHAIN):
+    for epoch, (stage, world_size, form) in enumerate(chain):
         folder = tmp_path / str(epoch)
         spec = settings(stage, checkpoint=form, **BUCKETS)
         results = run_ranks(
@@ -144,8 +150,7 @@ def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_
             trained = opened(folder / name / "trained", name)
             assert_equal_bits(opened(folder / name / "late", name), trained)
             sources[name] = str(folder / name / "trained")
-    assert all(one != other for one, other in pairwise(CHAIN))
-    (expected,) = run_once(1, _train_on, "auto", dict.fromkeys(RESUMED), None, len(CHAIN))
+    (expected,) = run_once(1, _train_on, "auto", dict.fromkeys(RESUMED), None, len(chain))
     for result in results:
         for name, state in expected.items():
             for key, value in state.items():
@@ -204,10 +209,11 @@ OFFLOADED = {
 
 
 def _compare_offloaded(rank, world_size):
-    for name in ("Adafactor", "all in one call"):
+    # With states in CPU memory, one call for all tensors executes the same code as several calls.
+    for name, same in (("Adafactor", OFFLOADED), ("all in one call", {3: OFFLOADED[3][1:]})):
         factory, options = CASES[name]
         factory = partial(factory, ranks=2, num_batches=4)
-        compare(rank, world_size, factory, lambda options=options: options, (2, 3), OFFLOADED)
+        compare(rank, world_size, factory, lambda options=options: options, tuple(same), same)
 
 
 @pytest.mark.filterwarnings("ignore")

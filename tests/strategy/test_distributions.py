@@ -14,6 +14,7 @@ import pytest
 
 from lightning_zero._lightning import VARIABLE
 from tests.support.pages import blocks
+from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "support" / "scripts"
@@ -81,25 +82,37 @@ OTHERS = {
 }
 
 
+def execute(rank, world_size, program):
+    """Runs `program` in a rank, whose process imported `lightning` before lightning_zero."""
+    exec(program, {})
+
+
+def test_classes_are_those_of_lightning_if_it_was_imported():
+    run_ranks(
+        1,
+        execute,
+        PROGRAM.format(first=LIGHTNING, second="", without=OTHERS["lightning"]),
+        has_group=False,
+    )
+
+
+(PAGE,) = blocks("python", "docs/guides/pytorch-lightning.md")
+PAGE = PAGE.replace("devices=8", 'devices=2, accelerator="cpu"')
+PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
+
+
 @pytest.mark.parametrize(
     ("first", "second", "chosen", "variables"),
     [
-        (LIGHTNING, "", "lightning", {}),
-        (PYTORCH_LIGHTNING, "", "pytorch_lightning", {}),
+        (PYTORCH_LIGHTNING, PAGE, "pytorch_lightning", {}),
         ("", LIGHTNING, "lightning", {}),
         ("", PYTORCH_LIGHTNING, "pytorch_lightning", {VARIABLE: "pytorch_lightning"}),
     ],
-    ids=["lightning", "pytorch_lightning", "imported later", "named by the variable"],
+    ids=["pytorch_lightning", "imported later", "named by the variable"],
 )
 def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
     program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
     run("-c", program, **variables)
-
-
-def test_the_example_of_the_page_runs():
-    (program,) = blocks("python", "docs/guides/pytorch-lightning.md")
-    program = program.replace("devices=8", 'devices=2, accelerator="cpu"')
-    run("-c", program + "assert type(trainer.strategy) is lightning_zero.ZeroStrategy")
 
 
 BY_REGISTRY = """
@@ -139,30 +152,32 @@ import lightning_zero
 import torch
 from {package} import Fabric
 
-torch.manual_seed(0)
-fabric = Fabric(strategy="{strategy}", accelerator="cpu", devices=1)
-fabric.launch()
-module = torch.nn.Linear(4, 2)
-model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.1))
-for step in range(3):
-    optimizer.zero_grad()
-    fabric.backward(model(torch.full((2, 4), step + 1.0)).square().sum())
-    optimizer.step()
-print(sum(value.double().abs().sum().item() for value in model.state_dict().values()))
+sums = []
+for strategy in ("zero1", "zero3"):
+    torch.manual_seed(0)
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=1)
+    fabric.launch()
+    module = torch.nn.Linear(4, 2)
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.1))
+    for step in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.full((2, 4), step + 1.0)).square().sum())
+        optimizer.step()
+    sums.append(sum(value.double().abs().sum().item() for value in model.state_dict().values()))
 assert not set({without}) & set(sys.modules)
 """
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_fabric_of_lightning_fabric_trains_as_that_of_lightning(strategy):
-    values = [
-        float(run("-c", FABRIC.format(package=package, strategy=strategy, without=OTHERS[chosen])))
-        for package, chosen in (
-            ("lightning.fabric", "lightning"),
-            ("lightning_fabric", "pytorch_lightning"),
-        )
-    ]
-    assert values[0] == values[1]
+def train_with_fabric(rank, world_size):
+    names = {}
+    exec(FABRIC.format(package="lightning.fabric", without=OTHERS["lightning"]), names)
+    return names["sums"]
+
+
+def test_fabric_of_lightning_fabric_trains_as_that_of_lightning():
+    (expected,) = run_ranks(1, train_with_fabric, has_group=False)
+    program = FABRIC.format(package="lightning_fabric", without=OTHERS["pytorch_lightning"])
+    assert json.loads(run("-c", program + "print(sums)")) == expected
 
 
 MODULE = """

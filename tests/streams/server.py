@@ -8,6 +8,7 @@ reads a scenario from each line and answers with a line, both in JSON.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -51,6 +52,9 @@ def _preload() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     import tests.streams.training  # noqa: F401
+
+    gc.collect()
+    gc.freeze()  # a fork does not walk what it has from here
 
 
 def _run(scenario: Scenario, libraries: Path) -> Outcome:

@@ -15,10 +15,12 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.fault_server import Ending, JobSpec
 from tests.support.ranks import free_port
@@ -31,6 +33,7 @@ __all__ = [
     "Report",
     "all_cells",
     "cover",
+    "fault_server",
     "problems_of",
     "run_cell",
     "tuples_of",
@@ -173,6 +176,27 @@ class FaultServer:
             start_new_session=True,
         )
 
+    def run_script(
+        self, argv: Sequence[object], folder: Path, *, num_started: int, limit_s: float = 90.0
+    ) -> tuple[int, str]:
+        """Runs a script, or "torchrun" and its arguments, without a fault.
+
+        Args:
+            argv: The script and its arguments.
+            folder: Working directory.
+            num_started: Number of ranks that the first process starts.
+            limit_s: Time until all processes are killed.
+
+        Returns:
+            Exit code of the first process, and the output of all.
+        """
+        words, output = [str(word) for word in argv], folder / "output"
+        spec = JobSpec(words, str(folder), str(folder / "none"), limit_s, 0, num_started)
+        ending = self.run(spec)
+        printed = output.read_text(errors="replace")
+        assert not ending.left, f"{ending.left}\n{printed}"
+        return ending.status, printed
+
     def run(self, spec: JobSpec) -> Ending:
         """Runs a job, and waits until all its processes have ended."""
         assert self._process.stdin is not None
@@ -189,6 +213,14 @@ class FaultServer:
         self._process.stdin.close()
         self._process.wait(timeout=30)
         self._process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def fault_server() -> Iterator[FaultServer]:
+    """A server for the jobs of all tests of this process."""
+    made = FaultServer()
+    yield made
+    made.close()
 
 
 @dataclass(frozen=True)

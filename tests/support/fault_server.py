@@ -71,7 +71,7 @@ class Ending:
 
 
 def main() -> None:
-    for name in ("torch._dynamo", "torch.distributed.run", "lightning.pytorch", "lightning_zero"):
+    for name in ("torch.distributed.run", "tests.support.preload"):
         __import__(name)
     if ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError("this system has no subreapers")

@@ -7,6 +7,7 @@ among them: its import takes a rank longer than most of the tests do.
 import faulthandler  # noqa: F401
 import gc
 import importlib
+import sys
 
 for name in (
     "numpy",
@@ -22,6 +23,9 @@ for name in (
     "tests.support.models",
 ):
     importlib.import_module(name)
+
+LOADED = frozenset(sys.modules)  # by these
+importlib.import_module("omegaconf")  # Lightning imports it when it saves a checkpoint
 
 # A rank neither walks what it has from here nor, by walking it, gets copies of its pages.
 gc.collect()
