@@ -96,6 +96,12 @@ CASES = {
     "learning rate": (3, {"stage": 3}, change_rate, "setting"),
     "buffer": (3, {"stage": 3, "broadcast_buffers": False}, flip_buffer, "buffer"),
     "replica of a shard": (4, {"stage": 3} | HSDP, flip_shard, "shard of parameter"),
+    "replica of a main parameter": (
+        4,
+        {"stage": 2, "param_dtype": "bfloat16"} | HSDP,
+        flip_shard,
+        "main parameter",
+    ),
     "replica of a state": (4, {"stage": 2} | HSDP, flip_state, "exp_avg of"),
     "replica on the CPU tier": (
         4,
