@@ -122,7 +122,7 @@ class RandomlyBad(BadModule):
     def training_step(self, batch, batch_idx):
         self.bad_batch = -1
         drawn = float(torch.rand(())), random.random(), float(np.random.rand())
-        if all(number < 0.6 for number in drawn):
+        if all(number < 0.4 for number in drawn):
             self.bad_batch = batch_idx
         return super().training_step(batch, batch_idx)
 
@@ -130,7 +130,7 @@ class RandomlyBad(BadModule):
 def _trace_randomly_bad(rank, world_size, folder):
     trace = NonfiniteTrace(folder)
     spec = settings(2, on_nonfinite="skip")
-    factory = partial(RandomlyBad, ranks=2, num_batches=16)
+    factory = partial(RandomlyBad, ranks=2, num_batches=64)
     fit(rank, world_size, spec, factory, {"callbacks": [trace]})
     return trace.last_trace
 
