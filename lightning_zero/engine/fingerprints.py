@@ -261,8 +261,9 @@ def differs_from_checkpoint(
             own = bucket.owned(index)
             held = views[index]
             held = held.read() if isinstance(held, LazyTensor) else held
-            held = held.detach().to(dtype).cpu().reshape(-1)
-            read = read_flat(saved, own.start, own.stop).to(dtype).cpu().reshape(-1)
+            # A hook may have cast what was saved.
+            held = held.detach().to(dtype).to(saved.dtype).cpu().reshape(-1)
+            read = read_flat(saved, own.start, own.stop).cpu().reshape(-1)
             if fingerprint(held) != fingerprint(read):
                 differing = int((held != read).sum())
                 lines.append(

@@ -395,6 +395,21 @@ def test_a_shard_that_differs_from_the_new_checkpoint_is_found(checkpoint, tmp_p
     assert "of rank 1: 1 differ from" in text
 
 
+class CastModule(MLPModule):
+    """Saves its parameters in 16 bits."""
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {key: value.bfloat16() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_checkpoint_that_a_hook_has_cast_is_compared_in_its_dtype(checkpoint, tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saver, Audit(every_n_steps=100)]}
+    fit_ranks(2, settings(3, checkpoint=checkpoint), partial(CastModule, ranks=2), options)
+
+
 class SaveLast(Callback):
     """Saves to the same path after each step; then rank 0 may delete the file."""
 
