@@ -1,4 +1,4 @@
-"""Fingerprints of what several ranks hold, compared between them.
+"""Fingerprints of values that several ranks hold, compared between them.
 
 [Note: What is compared] Values that every rank has: parameters where they are replicated (stages 0
 to 2), the settings of optimizers, learning rates included, and states with one number for a
@@ -52,7 +52,7 @@ class AuditError(RuntimeError):
 
 
 class Key(NamedTuple):
-    """What a fingerprint is of."""
+    """Identity of a compared value."""
 
     kind: str  # "parameter", "buffer", "exp_avg of", "setting"
     name: str
@@ -89,9 +89,9 @@ class Difference:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) > 4:
-        return f"{len(ranks)} ranks from {ranks[0]} on"
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 4 else ""
+    shown = ranks[:3] if more else ranks
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, shown)) + more
 
 
 def fingerprint(tensor: Tensor) -> int:

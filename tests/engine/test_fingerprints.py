@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.engine.fingerprints import RankAudit, fingerprint
+from lightning_zero.engine.fingerprints import Difference, Key, RankAudit, fingerprint
 from lightning_zero.optim.state_view import raw_states
 from tests.support.ranks import run_ranks
 
@@ -96,6 +96,12 @@ CASES = {
     "learning rate": (3, {"stage": 3}, change_rate, "setting"),
     "buffer": (3, {"stage": 3, "broadcast_buffers": False}, flip_buffer, "buffer"),
     "replica of a shard": (4, {"stage": 3} | HSDP, flip_shard, "shard of parameter"),
+    "replica of a main parameter": (
+        4,
+        {"stage": 2, "param_dtype": "bfloat16"} | HSDP,
+        flip_shard,
+        "main parameter",
+    ),
     "replica of a state": (4, {"stage": 2} | HSDP, flip_state, "exp_avg of"),
     "replica on the CPU tier": (
         4,
@@ -157,3 +163,12 @@ def test_a_fingerprint_changes_with_each_bit_and_position(dtype):
 def test_a_view_between_two_words_has_the_fingerprint_of_its_values():
     values = torch.arange(9, dtype=torch.bfloat16)
     assert fingerprint(values[1:5]) == fingerprint(values[1:5].clone())
+
+
+def test_of_many_ranks_the_first_are_named():
+    groups = (tuple(r for r in range(16) if r % 3), (0, 3, 6, 9, 12, 15))
+    text = str(Difference(Key("parameter", "weight"), groups))
+    assert text == (
+        "parameter weight: ranks 1, 2, 4 and 7 more and ranks 0, 3, 6 and 3 more differ; "
+        "the value of ranks 0, 3, 6 and 3 more is wrong by majority"
+    )

@@ -22,6 +22,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
 from lightning_zero.engine import engine
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.strategy import engine_strategy
 from tests.support.fitting import fit, fit_ranks, make_trainer, settings
 from tests.support.models import (
@@ -56,6 +57,36 @@ class Corrupt(Callback):
 
         if "publish" not in vars(grads):
             grads.publish = corrupted
+
+
+class ClipLess(Callback):
+    """Clips to twice the norm that the Trainer was given."""
+
+    def on_train_start(self, trainer, pl_module):
+        engine = trainer.strategy.engine
+        clip = engine.clip_grad_norm_
+        engine.clip_grad_norm_ = lambda limit, *args, **kwargs: clip(2 * limit, *args, **kwargs)
+
+
+def test_a_norm_that_is_clipped_to_another_value_is_found():
+    options = {"gradient_clip_val": 0.01}
+    text = text_of(lambda: run(settings(2), mlp, [ClipLess()], **options))
+    assert "step 0, clipping: the gradient of net." in text
+
+
+class ScaleState(Callback):
+    """Changes optimizer states of rank 1 after a step."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            for state in raw_states(trainer.strategy.engine.optimizers[0]).values():
+                state["exp_avg"].mul_(1.001)
+
+
+def test_an_optimizer_state_that_differs_is_found():
+    text = text_of(lambda: run(settings(2), mlp, [ScaleState()]))
+    assert "step 1, step: exp_avg of net." in text
+    assert "on rank 1" in text
 
 
 class Normed(torch.optim.Optimizer):
@@ -197,6 +228,12 @@ def test_a_flipped_bit_ends_training_on_all_ranks():
     text = text_of(call)
     assert "audit in step 4: ranks hold different values" in text
     assert "parameter net." in text
+
+
+def test_the_ranks_are_compared_when_training_ends():
+    options = {"callbacks": [FlipOnRank1(), Audit(every_n_steps=3)]}
+    text = text_of(lambda: fit_ranks(2, settings(1), mlp, options))
+    assert "audit in step 4: ranks hold different values" in text
 
 
 class ChangeOnRank1(Callback):
@@ -434,6 +471,21 @@ def test_a_checkpoint_that_differs_from_the_shards_is_found(checkpoint, tmp_path
     text = text_of(lambda: fit_ranks(2, spec, mlp, options))
     assert "the checkpoint differs from the values that were saved" in text
     assert "of rank 1 differ from" in text
+
+
+class CastModule(MLPModule):
+    """Saves its parameters in 16 bits."""
+
+    def on_save_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {key: value.bfloat16() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
+def test_a_checkpoint_that_a_hook_has_cast_is_compared_in_its_dtype(checkpoint, tmp_path):
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saver, Audit(every_n_steps=100)]}
+    fit_ranks(2, settings(3, checkpoint=checkpoint), partial(CastModule, ranks=2), options)
 
 
 class SaveLast(Callback):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,30 @@ def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     assert found[1][1].startswith("backward, in module net.5 (Bad)")
     (path,) = Path(tmp_path).iterdir()
     assert torch.load(path, weights_only=True)["batch_idx"] == 1
+
+
+class RandomlyBad(BadModule):
+    """Random numbers of torch, NumPy and Python decide whether a gradient is NaN."""
+
+    def training_step(self, batch, batch_idx):
+        self.bad_batch = -1
+        drawn = float(torch.rand(())), random.random(), float(np.random.rand())
+        if all(number < 0.4 for number in drawn):
+            self.bad_batch = batch_idx
+        return super().training_step(batch, batch_idx)
+
+
+def _trace_randomly_bad(rank, world_size, folder):
+    trace = NonfiniteTrace(folder)
+    spec = settings(2, on_nonfinite="skip")
+    factory = partial(RandomlyBad, ranks=2, num_batches=64)
+    fit(rank, world_size, spec, factory, {"callbacks": [trace]})
+    return trace.last_trace
+
+
+def test_a_micro_batch_is_computed_again_with_its_random_numbers(tmp_path):
+    for text in run_ranks(2, _trace_randomly_bad, str(tmp_path), has_group=False):
+        assert text.startswith("backward, in module net.5 (Bad)")
 
 
 class UnevenlyZeroed(BadModule):

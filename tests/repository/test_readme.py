@@ -48,8 +48,8 @@ SWEEP = "python examples/train.py -m trainer.devices=2,1"
 TORCHRUN = (
     "torchrun --nproc-per-node 2 examples/train.py trainer.devices=2 hydra.run.dir=outputs/torchrun"
 )
-RUN_BY_A_TEST = {
-    "python examples/ray_train.py --workers 2",  # in tests/strategy/test_ray.pyOVERRIDDEN, LOOP, SWEEP, TORCHRUN, *CLI}
+RAY = "python examples/ray_train.py --workers 2"  # run by tests/strategy/test_ray.py
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, RAY, *CLI}
 # On a SLURM cluster, with the layout of the test's nodes: tests/slurm/test_examples.py.
 RUN_ON_SLURM = {
     "sbatch --nodes=4 examples/slurm/multi_node.sbatch model.lr=2e-4",
