@@ -71,7 +71,7 @@ class NonfiniteGradient:
     Attributes:
         rank: Rank whose gradient it is.
         parameter: Name of the parameter.
-        step: Number of the step, from 0 when the engine was built.
+        step: Number of the step, from 0, or from where a run has resumed.
         micro_batch: Number of the backward in its step, from 0.
         num_nan: Elements that are NaN. None: at least one, not counted on a device.
         num_inf: Elements that are infinite. None: as `num_nan`, unless there are NaNs.
@@ -103,7 +103,7 @@ class NonfiniteReport:
     """Non-finite gradients of one backward or of several, the same on every rank.
 
     Attributes:
-        step: Number of the first step, from 0 when the engine was built.
+        step: Number of the first step, from 0, or from where a run has resumed.
         found: Non-finite gradients, in order; a parameter is listed once per rank and step. At most
             64 of each rank.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
@@ -151,7 +151,8 @@ class NonfiniteGuard:
         policy: "warn", "stop", "skip"; None: gradients are not looked at.
         last_report: The last report, the same on every rank; None: there was none.
         num_skipped: Steps that were skipped.
-        step: Number of the step that the last backward belongs to, from 0.
+        step: Number of the step that the last backward belongs to, from 0, or as set by
+            `begin_at`.
         micro_batch: Number of the last backward in its step, from 0; -1: there was none.
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
@@ -193,6 +194,11 @@ class NonfiniteGuard:
         """
         self._next_loss = None if self.policy is None else _value_of(loss)
         self._has_scaler = has_scaler
+
+    def begin_at(self, step: int) -> None:
+        """Numbers the first step `step`, before its first backward. The same on every rank."""
+        if self.micro_batch < 0:
+            self.step = step
 
     def begin(self, *, is_new_step: bool) -> None:
         """Before a backward. Local.
