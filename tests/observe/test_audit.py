@@ -28,6 +28,7 @@ from tests.support.models import (
     SCHEDULERS,
     ConvModule,
     FrozenModule,
+    GANModule,
     GPTModule,
     MLPModule,
     TiedModule,
@@ -158,6 +159,12 @@ def test_a_flipped_bit_ends_training_on_all_ranks():
     text = text_of(call)
     assert "audit in step 4: ranks hold different values" in text
     assert "parameter net." in text
+
+
+def test_an_interval_that_ends_between_steps_of_two_optimizers_is_audited():
+    options = {"callbacks": [FlipOnRank1(), Audit(every_n_steps=3)]}
+    text = text_of(lambda: fit_ranks(2, settings(1), partial(GANModule, ranks=2), options))
+    assert "audit in step 4: ranks hold different values" in text
 
 
 # ------------------------------------------------------------------------------------ silent cells
