@@ -74,7 +74,7 @@ class NonfiniteGradient:
     Attributes:
         rank: Rank whose gradient it is.
         parameter: Name of the parameter.
-        step: Number of the step, from 0 when the engine was built.
+        step: Number of the step, from 0, or from where a run has resumed.
         micro_batch: Number of the backward in its step, from 0.
         num_nan: Elements that are NaN. None: at least one, not counted on a device.
         num_inf: Elements that are infinite. None: as `num_nan`, unless there are NaNs.
@@ -106,7 +106,7 @@ class NonfiniteReport:
     """Non-finite gradients of one backward or of several, the same on every rank.
 
     Attributes:
-        step: Number of the first step, from 0 when the engine was built.
+        step: Number of the first step, from 0, or from where a run has resumed.
         found: Non-finite gradients, in order; a parameter is listed once per rank and step. At most
             64 of each rank.
         losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
@@ -218,6 +218,10 @@ class NonfiniteGuard:
         """
         self._next_loss = None if self.policy is None else _value_of(loss)
         self._has_scaler = has_scaler
+
+    def begin_at(self, step: int) -> None:
+        """Numbers the next step `step`, where a run resumes. Local, before its backward."""
+        self._first_step = step - len(self._starts)
 
     def begin(self, *, is_new_step: bool) -> None:
         """Before a backward. Local.

@@ -256,13 +256,15 @@ class Audit(SavingCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        if trainer.global_step == self._last_step:
+        step, last_step = trainer.global_step, self._last_step
+        if step == last_step:
             return
-        self._last_step = trainer.global_step
+        self._last_step = step
         strategy = zero_strategy(trainer, self)
         if self._replica is not None:
             self._end_replica_step(trainer, strategy, self._replica)
-        if self._audit is not None and trainer.global_step % self.every_n_steps == 0:
+        # Several optimizers may step in one batch.
+        if self._audit is not None and step // self.every_n_steps > last_step // self.every_n_steps:
             self._compare_ranks(trainer, strategy)
 
     def _end_replica_step(

@@ -14,7 +14,7 @@ memory, but every rank must run it, and gradients, partial means and buffers mus
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -237,6 +237,8 @@ class NonfiniteTrace(pl.Callback):
             self._folder.mkdir(parents=True, exist_ok=True)
             torch.save(state, path)
         except Exception as error:
+            with suppress(OSError):
+                path.unlink()  # what `torch.save` has written of it
             return f"its file was not written: {type(error).__name__}: {error}"
         return f"to compute it again: NonfiniteTrace.reproduce({str(path)!r}, module)"
 

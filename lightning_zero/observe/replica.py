@@ -179,6 +179,7 @@ def allocated(
         parameter.requires_grad_(ours[name].requires_grad)
     for name, module in made.named_modules():
         module.training = modules[name].training
+    _copy_attributes(made, like)
     return made
 
 
@@ -187,6 +188,23 @@ def cast(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if name in dtypes:
             tensor.data = tensor.data.to(dtypes[name])
+
+
+def _copy_attributes(replica: nn.Module, like: nn.Module) -> None:
+    """Copies numbers, texts and plain tensors that are attributes of `like` and its modules. Local.
+
+    Hooks such as `on_train_epoch_start` set them, and they are no buffers: a temperature that
+    changes with the epoch, weights of classes.
+    """
+    modules = dict(like.named_modules())
+    for name, module in replica.named_modules():
+        for key, value in vars(modules[name]).items() if name in modules else ():
+            if key.startswith("_") or key == "training":
+                continue
+            if type(value) is Tensor:
+                vars(module)[key] = value.detach().clone()
+            elif isinstance(value, (bool, int, float, str)):
+                vars(module)[key] = value
 
 
 def _memo_of(module: nn.Module, make: Callable[[Tensor], Tensor]) -> dict[int, Tensor]:
@@ -326,6 +344,7 @@ class Replica:
             self._module.named_parameters(), self._engine.module.parameters(), strict=True
         ):
             parameter.requires_grad_(ours.requires_grad)
+        _copy_attributes(self._module, self._engine.module)
         plugin = self._strategy.precision_plugin
         batch = _copy_of_batch(batch)
         with own_random_numbers(device), torch.enable_grad(), plugin.train_step_context():

@@ -391,7 +391,9 @@ class ZeroStrategy(EngineStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         assert self.lightning_module is not None
-        self._rank_state.restore_within_epoch(self.lightning_module.trainer, self.root_device)
+        trainer = self.lightning_module.trainer
+        self.engine.guard.begin_at(trainer.global_step)  # that of a checkpoint
+        self._rank_state.restore_within_epoch(trainer, self.root_device)
 
     @override
     def on_train_end(self) -> None:

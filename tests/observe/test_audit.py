@@ -30,6 +30,7 @@ from tests.support.models import (
     SCHEDULERS,
     ConvModule,
     FrozenModule,
+    GANModule,
     GPTModule,
     MLPModule,
     TiedModule,
@@ -295,6 +296,12 @@ def test_with_warn_a_difference_ends_nothing():
     assert "ranks hold different values" in texts[0]
 
 
+def test_an_interval_that_ends_between_steps_of_two_optimizers_is_audited():
+    options = {"callbacks": [FlipOnRank1(), Audit(every_n_steps=3)]}
+    text = text_of(lambda: fit_ranks(2, settings(1), partial(GANModule, ranks=2), options))
+    assert "audit in step 4: ranks hold different values" in text
+
+
 # ------------------------------------------------------------------------------------ silent cells
 
 MODELS = {
@@ -383,6 +390,21 @@ class EmptyingModule(MLPModule):
         return super().training_step([batch["x"].mul_(2.0), batch.pop("y")], batch_idx)
 
 
+class CoolingModule(MLPModule):
+    """Hooks set numbers and tensors with which it computes."""
+
+    def on_train_start(self):
+        self.weights = torch.tensor([1.0, 2.0, 3.0])
+
+    def on_train_epoch_start(self):
+        self.temperature = 0.5 + self.current_epoch
+
+    def part_loss(self, part, rank):
+        x, y = part
+        self.temperature *= 0.9
+        return ((self(x) / self.temperature - y).square() * self.weights).mean()
+
+
 class CompiledModule(MLPModule):
     """A submodule is wrapped by torch.compile, which inserts `_orig_mod` into names."""
 
@@ -412,7 +434,9 @@ def _fit_beside(rank, world_size, factory, options):
     return losses
 
 
-@pytest.mark.parametrize("model", [DrawingModule, EmptyingModule, CompiledModule, compiled])
+@pytest.mark.parametrize(
+    "model", [DrawingModule, EmptyingModule, CoolingModule, CompiledModule, compiled]
+)
 def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
     factory = partial(model, ranks=2, num_batches=4)
     for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):

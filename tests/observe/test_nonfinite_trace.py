@@ -254,6 +254,25 @@ def test_a_step_that_takes_values_out_of_its_batch_is_computed_again(tmp_path):
     assert found[1][0].startswith("backward, in module net.5 (Bad)")
 
 
+class Pairs(list):
+    """A batch that cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("no pickle")
+
+
+class PairsModule(BadModule):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return Pairs(batch)
+
+
+def test_a_batch_that_cannot_be_pickled_leaves_no_file(tmp_path):
+    found = run_ranks(2, _trace_one, str(tmp_path), PairsModule, has_group=False)
+    assert found[0][0].startswith("backward, in module net.5 (Bad)")
+    assert "its file was not written: TypeError: no pickle" in found[0][0]
+    assert not list(Path(tmp_path).iterdir())
+
+
 class Compiled(BadModule):
     """Submodules are wrapped by torch.compile, which inserts `_orig_mod` into names."""
 

@@ -149,6 +149,23 @@ def test_a_marked_checkpoint_that_is_loaded_is_named():
     assert any("only.ckpt was saved with non-finite values in net.0.weight" in t for t in texts)
 
 
+def _report_after_resuming(rank, world_size):
+    module = MLPModule(ranks=world_size, num_batches=4)
+    trainer = make_trainer(settings(2), max_steps=2)
+    trainer.fit(module)
+    trainer.save_checkpoint("step-2.ckpt")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(settings(2), max_epochs=2, max_steps=3, callbacks=[Poison()])
+        trainer.fit(MLPModule(ranks=world_size, num_batches=4), ckpt_path="step-2.ckpt")
+    return [str(one.message) for one in caught if "non-finite" in str(one.message)]
+
+
+def test_a_report_after_resuming_has_the_step_of_the_trainer():
+    texts, _ = run_ranks(2, _report_after_resuming, has_group=False)
+    assert texts[0].startswith("non-finite gradients in step 2, before")
+
+
 class OwnIO(TorchCheckpointIO):
     """A plugin of the user."""
 
