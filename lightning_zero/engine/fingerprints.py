@@ -119,15 +119,15 @@ def fingerprints(engine: Engine) -> dict[Key, int | str]:
     found: dict[Key, int | str] = {}
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for bucket in engine.buckets:
-            found.update(_of_parameters(bucket))
+            found.update(_parameter_fingerprints(bucket))
         for number, optimizer in enumerate(engine.optimizers):
-            found.update(_of_states(optimizer))
-            found.update(_of_settings(optimizer, number))
-        found.update(_of_buffers(engine.module))
+            found.update(_state_fingerprints(optimizer))
+            found.update(_setting_fingerprints(optimizer, number))
+        found.update(_buffer_fingerprints(engine.module))
     return found
 
 
-def _of_parameters(bucket: Bucket) -> Iterator[tuple[Key, int]]:
+def _parameter_fingerprints(bucket: Bucket) -> Iterator[tuple[Key, int]]:
     bucket.wait_for_all_steps()
     bucket.wait_for_unshard()
     names = [slot.name for slot in bucket.plan.layout.slots]
@@ -152,7 +152,7 @@ def _shard_of(bucket: Bucket) -> int | None:
     return None if bucket.replicates_optim or mesh.num_replicas == 1 else mesh.shard_rank
 
 
-def _of_states(optimizer: Optimizer) -> Iterator[tuple[Key, int | str]]:
+def _state_fingerprints(optimizer: Optimizer) -> Iterator[tuple[Key, int | str]]:
     for parameter, state in list(raw_states(optimizer).items()):
         if not isinstance(parameter, Tensor) or not has_placement(parameter):
             continue
@@ -183,7 +183,7 @@ def _parts(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, LazyTensor) else list(plain_tensors(value))
 
 
-def _of_settings(optimizer: Optimizer, number: int) -> Iterator[tuple[Key, str]]:
+def _setting_fingerprints(optimizer: Optimizer, number: int) -> Iterator[tuple[Key, str]]:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
@@ -193,7 +193,7 @@ def _of_settings(optimizer: Optimizer, number: int) -> Iterator[tuple[Key, str]]
                     yield Key("setting", name), repr(known)
 
 
-def _of_buffers(module: nn.Module) -> Iterator[tuple[Key, int]]:
+def _buffer_fingerprints(module: nn.Module) -> Iterator[tuple[Key, int]]:
     for name, buffer in module.named_buffers():
         if buffer.layout is torch.strided and not buffer.is_meta and not buffer.is_quantized:
             yield Key("buffer", name), fingerprint(buffer)

@@ -139,6 +139,7 @@ class Audit(SavingCallback):
                 f"{type(error).__name__}: {error}; make the module copyable, or leave out "
                 "against_data_parallel."
             ) from error
+        self._copy = zero_strategy(trainer, self).with_synced_layers(self._copy)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -146,6 +147,7 @@ class Audit(SavingCallback):
         self._last_step, self._num_saves = trainer.global_step, strategy.num_saves
         if self._copy is not None:
             self._replica, self._copy = Replica(self._copy, strategy), None
+            strategy.before_training_step.append(self._replica.run_micro_batch)
         if self.every_n_steps:
             self._strategy = strategy
             self._audit = RankAudit(strategy.engine)
@@ -224,8 +226,6 @@ class Audit(SavingCallback):
     ) -> None:
         if self.every_n_steps:
             self._compare_checkpoint(zero_strategy(trainer, self), trainer)
-        if self._replica is not None:
-            self._replica.run_micro_batch(batch, batch_idx)
 
     @override
     def on_before_backward(
@@ -284,12 +284,16 @@ class Audit(SavingCallback):
     def _end_comparison(self, replica: Replica, *, has_difference: bool) -> None:
         """Ends the comparison with plain data parallel when its steps are over."""
         if has_difference or replica.num_steps >= self.against_data_parallel:
-            self._replica = None
+            self._stop_replica(replica)
             if not has_difference:
                 rank_zero_info(
                     f"audit: {replica.num_steps} steps equal those of plain data parallel: losses, "
                     "gradients, optimizer states and parameters."
                 )
+
+    def _stop_replica(self, replica: Replica) -> None:
+        replica.strategy.before_training_step.remove(replica.run_micro_batch)
+        self._replica = None
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -297,6 +301,12 @@ class Audit(SavingCallback):
             strategy = zero_strategy(trainer, self)
             self._compare_checkpoint(strategy, trainer)
             self._compare_ranks(trainer, strategy)
+        if self._replica is not None:
+            rank_zero_warn(
+                f"audit: training ended after {self._replica.num_steps} of "
+                f"{self.against_data_parallel} steps that were to be compared with plain data "
+                "parallel; those are equal."
+            )
 
     @override
     def on_exception(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,12 +31,12 @@ from lightning_zero._lightning.pytorch import rank_zero_warn
 from lightning_zero.checkpoint.rank_states import random_state
 from lightning_zero.checkpoint.remote import is_remote
 from lightning_zero.core.guard import NonfiniteReport
+from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import parameters_by_name, saved_name
 from lightning_zero.observe.first_nonfinite import FirstNonfinite, Origin, nonfinite_kinds
 from lightning_zero.observe.replica import (
     SILENT,
     allocated,
-    arguments_of_step,
     cast,
     copy_of,
     copy_values,
@@ -59,8 +60,7 @@ _CHANGED = (
 class _MicroBatch:
     """What a micro-batch was computed from."""
 
-    batch: Any
-    batch_idx: int
+    arguments: tuple[Any, ...]  # of `training_step`
     rng: dict[str, Any]
 
 
@@ -140,17 +140,16 @@ class NonfiniteTrace(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = trainer.log_dir or trainer.default_root_dir  # collective
         self._folder = Path(self.dirpath or Path("." if is_remote(run) else run, _FOLDER))
-        zero_strategy(trainer, self).engine.guard.add_listener(self._on_report)
+        strategy = zero_strategy(trainer, self)
+        strategy.engine.guard.add_listener(self._on_report)
+        strategy.before_training_step.append(partial(self._note, strategy.engine))
 
-    @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        engine = zero_strategy(trainer, self).engine
+    def _note(self, engine: Engine, *args: Any) -> None:
+        """Notes from what the next backward is computed."""
         guard = engine.guard
-        containers = tree_map(lambda one: one, batch)  # training_step may take values out of them
+        containers = tree_map(lambda one: one, args)  # training_step may take values out of them
         kept = {n: one for n, one in self._micro_batches.items() if n >= guard.oldest_backward}
-        kept[guard.num_backwards] = _MicroBatch(containers, batch_idx, random_state(engine.device))
+        kept[guard.num_backwards] = _MicroBatch(containers, random_state(engine.device))
         self._micro_batches = kept
 
     @override
@@ -214,11 +213,12 @@ class NonfiniteTrace(pl.Callback):
         state = {
             "global_step": self._trainer.global_step,
             **vars(first),
-            "batch": _to(micro_batch.batch, _CPU),
-            "batch_idx": micro_batch.batch_idx,
+            "arguments": _to(micro_batch.arguments, _CPU),
             "rng": micro_batch.rng,
             "precision": plugin.precision,
-            "scale": _scale_of(plugin) / self._trainer.accumulate_grad_batches,
+            "scale": _scale_of(plugin)
+            * strategy.batch_group.size
+            / self._trainer.accumulate_grad_batches,
         }
         if self.saves_parameters and isinstance(module, nn.Module):
             state["values"] = {
@@ -349,11 +349,10 @@ def _origin_of(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> Origin | None:
     device = next(module.parameters()).device
-    batch = _to(state["batch"], device)
-    if nonfinite_kinds(batch) - {"-infinity"}:  # which masks have
+    arguments = _to(state["arguments"], device)
+    if nonfinite_kinds(arguments) - {"-infinity"}:  # which masks have
         return Origin("forward", None, "the batch is not finite")
     look = FirstNonfinite(module)
-    arguments = arguments_of_step(module, batch, state["batch_idx"])
     eager = torch.compiler.set_stance("force_eager")  # compiled modules run no hooks of theirs
     with own_random_numbers(device, state["rng"]), torch.enable_grad(), eager, look.watching():
         with context():
@@ -372,8 +371,8 @@ def _values_of(module: nn.Module) -> dict[str, Tensor]:
     return {**parameters_by_name(module), **buffers}
 
 
-def _to(batch: Any, device: torch.device) -> Any:
-    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, batch)
+def _to(tree: Any, device: torch.device) -> Any:
+    return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, tree)
 
 
 def _fits(device: torch.device, num_bytes: int) -> bool:

@@ -33,7 +33,6 @@ from lightning_zero._lightning.pytorch import (
     GradClipAlgorithmType,
     _init_optimizers_and_lr_schedulers,
     is_overridden,
-    is_param_in_hook_signature,
 )
 from lightning_zero.checkpoint.rank_states import random_state, set_random_state
 from lightning_zero.core.access import full_grad
@@ -49,7 +48,6 @@ __all__ = [
     "PhaseDifference",
     "Replica",
     "allocated",
-    "arguments_of_step",
     "cast",
     "copy_of",
     "copy_values",
@@ -250,12 +248,6 @@ def _copy_of_batch(batch: Any) -> Any:
         return tree_map(lambda one: one.clone() if isinstance(one, Tensor) else one, batch)
 
 
-def arguments_of_step(module: pl.LightningModule, batch: Any, batch_idx: int) -> tuple[Any, ...]:
-    """Arguments with which the Trainer calls `training_step`."""
-    has_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-    return (batch, batch_idx) if has_index else (batch,)
-
-
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Replaces `log` of a module whose metrics do not count."""
 
@@ -278,7 +270,7 @@ class Replica:
     def __init__(self, module: pl.LightningModule, strategy: ZeroStrategy) -> None:
         self.difference: PhaseDifference | None = None
         self._module = module
-        self._strategy = strategy
+        self.strategy = strategy
         self._engine = engine = strategy.engine
         self._trainer = trainer = module.trainer
         shared = _sharing_memory(module)
@@ -336,8 +328,11 @@ class Replica:
 
     # ---------------------------------------------------------------- phases
 
-    def run_micro_batch(self, batch: Any, batch_idx: int) -> None:
-        """Forward and backward of the copy, before those of the module. Local."""
+    def run_micro_batch(self, *args: Any) -> None:
+        """Forward and backward of the copy, before those of the module. Local.
+
+        `args`: arguments of `training_step`, which may change them.
+        """
         device = self._engine.device
         self._step = self._trainer.global_step
         for (_, parameter), ours in zip(
@@ -345,14 +340,14 @@ class Replica:
         ):
             parameter.requires_grad_(ours.requires_grad)
         _copy_attributes(self._module, self._engine.module)
-        plugin = self._strategy.precision_plugin
-        batch = _copy_of_batch(batch)
+        plugin = self.strategy.precision_plugin
+        args = _copy_of_batch(args)
         with own_random_numbers(device), torch.enable_grad(), plugin.train_step_context():
-            output = self._module.training_step(*arguments_of_step(self._module, batch, batch_idx))
+            output = self._module.training_step(*args)
         loss = output["loss"] if isinstance(output, Mapping) else output
         self._loss = None if loss is None else loss / self._trainer.accumulate_grad_batches
         if self._loss is not None:
-            self._strategy.scaled_loss(self._loss).backward()
+            self.strategy.scaled_loss(self._loss).backward()
 
     def compare_loss(self, loss: Tensor) -> None:
         """Compares the loss of this rank, before its backward. Local."""
@@ -367,7 +362,7 @@ class Replica:
         with torch.no_grad():
             local = [torch.zeros_like(p) if p.grad is None else p.grad for *_, p in chosen]
             flat = torch.cat([grad.reshape(-1) for grad in local])
-            mean = self._strategy.reduce(flat, reduce_op="mean")
+            mean = self.strategy.reduce(flat, reduce_op="mean")
             parts = mean.split([grad.numel() for grad in local])
             for (bucket, index, name, _), part in zip(chosen, parts, strict=True):
                 self._compare_gradient("reduction", bucket, index, name, part)
@@ -475,7 +470,7 @@ class Replica:
         if not part.numel() or values.numel() != part.numel():
             return
         tolerance = self._step_tolerance if wide else self._tolerance
-        scale = float(flat.abs().nan_to_num().max())
+        scale = float(flat.abs().nan_to_num(nan=0.0, posinf=0.0).max())
         self._compare(phase, name, values, part, tolerance, scale=scale, start=own.start)
 
     def _compare(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -107,6 +107,8 @@ class EngineStrategy(ProcessStrategy):
         self._averages: Averages | None = None
         self._closed: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # by name, for a 16-bit module; on rank 0
+        # Called with the arguments of each `training_step`, before it; until teardown.
+        self.before_training_step: list[Callable[..., object]] = []
         self._watched_by: Watchdog | None = None  # watchdog of the last run that was set up
         self._has_regrouped: bool | None = None  # None: no exception in this run
         self._keeps_full_module: bool | None = None  # None: not decided yet for this run
@@ -236,8 +238,8 @@ class EngineStrategy(ProcessStrategy):
         check_none_dropped(self.model)
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        if is_fitting and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        if is_fitting:
+            self.model = self.with_synced_layers(trainer.lightning_module)
         with self._wrapping_built_parameters():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -253,6 +255,13 @@ class EngineStrategy(ProcessStrategy):
             self._last_masters = {}
             self._begin(trainer)
         self.setup_precision_plugin()
+
+    def with_synced_layers(self, module: LightningModule) -> LightningModule:
+        """`module`, with other layers where they synchronize, as with `sync_batchnorm=True`."""
+        if self._layer_sync is None:
+            return module
+        synced: Any = self._layer_sync.apply(module)
+        return cast(LightningModule, synced)
 
     @contextmanager
     def _wrapping_built_parameters(self) -> Iterator[None]:
@@ -311,6 +320,8 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        for call in self.before_training_step:
+            call(*args, **kwargs)
         return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     @override
@@ -419,6 +430,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._loops.end()
+        self.before_training_step.clear()
         if self._engine is not None:
             self._end(self._engine)
         self._masters_to_load = {}

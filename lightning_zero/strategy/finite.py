@@ -41,7 +41,7 @@ def find_nonfinite_parameters(engine: Engine) -> list[str]:
 
 
 class FiniteCheckpoints:
-    """Knows the last checkpoint with finite parameters: the run has saved it, or resumed from it.
+    """The last checkpoint with finite parameters that this run has saved, or resumed from.
 
     Every rank knows whether there is one. Rank 0 compares paths.
     """

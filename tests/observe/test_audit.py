@@ -17,7 +17,8 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import LayerSync, MixedPrecision
+from torch import nn
 
 from lightning_zero import gathered
 from lightning_zero.callbacks import Audit
@@ -420,6 +421,16 @@ class LossModule(MLPModule):
         return self.loss(batch)
 
 
+class HookedModule(LossModule):
+    """A hook of its own sets what training_step reads, and draws random numbers."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.factor = 1.0 + float(torch.rand(()))
+
+    def training_step(self, batch, batch_idx):
+        return self.factor * super().training_step(batch, batch_idx)
+
+
 def compiled(**kwargs):
     return torch.compile(LossModule(**kwargs), backend="eager")
 
@@ -435,12 +446,47 @@ def _fit_beside(rank, world_size, factory, options):
 
 
 @pytest.mark.parametrize(
-    "model", [DrawingModule, EmptyingModule, CoolingModule, CompiledModule, compiled]
+    "model", [DrawingModule, EmptyingModule, CoolingModule, CompiledModule, HookedModule, compiled]
 )
 def test_the_audit_is_silent_and_changes_nothing_in_unusual_modules(model):
     factory = partial(model, ranks=2, num_batches=4)
     for audited, plain in run_ranks(2, _fit_beside, factory, {}, has_group=False):
         assert audited == plain
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+class Doubled(LayerSync):
+    """Replaces a layer, as `sync_batchnorm=True` does, which needs a GPU."""
+
+    def apply(self, model):
+        model.net[0] = nn.Sequential(model.net[0], Double())
+        return model
+
+    def revert(self, model):
+        model.net[0] = model.net[0][0]
+        return model
+
+
+def test_the_copy_has_the_layers_that_synchronize():
+    run(settings(2), partial(mlp, num_batches=3), plugins=[Doubled()])
+
+
+def _fit_too_short(rank, world_size):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(rank, world_size, settings(2), mlp, {"callbacks": [audit()], "max_steps": 2})
+    return [str(one.message) for one in caught if "audit" in str(one.message)]
+
+
+def test_a_comparison_that_has_not_ended_is_reported():
+    texts, others = run_ranks(2, _fit_too_short, has_group=False)
+    assert others == []
+    assert len(texts) == 1
+    assert "training ended after 2 of 3 steps" in texts[0]
 
 
 def test_the_audit_is_silent_where_a_callback_sets_the_number_of_micro_batches():
@@ -506,7 +552,7 @@ class CastModule(MLPModule):
 
 
 @pytest.mark.parametrize("checkpoint", ["full", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_a_checkpoint_that_a_hook_has_cast_is_compared_in_its_dtype(checkpoint, tmp_path):
+def test_a_checkpoint_that_a_hook_has_cast_is_not_compared(checkpoint, tmp_path):
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     options = {"enable_checkpointing": True, "callbacks": [saver, Audit(every_n_steps=100)]}
     fit_ranks(2, settings(3, checkpoint=checkpoint), partial(CastModule, ranks=2), options)

@@ -86,7 +86,7 @@ def test_one_process_computes_it_again_from_the_file(tmp_path):
     (path,) = Path(tmp_path).iterdir()
     assert str(path) in text
     state = torch.load(path, weights_only=True)
-    assert (state["step"], state["micro_batch"], state["batch_idx"]) == (1, 0, 1)
+    assert (state["step"], state["micro_batch"], state["arguments"][1]) == (1, 0, 1)
     module = BadModule(bad_rank=0)
     assert set(state["values"]) == set(module.state_dict())
     module.trainer = make_trainer("auto", devices=1)
@@ -114,7 +114,7 @@ def test_an_earlier_micro_batch_of_the_step_is_traced(stage, tmp_path):
     assert "on rank 1, step 0, micro-batch 1" in found[0][2][0]
     assert found[1][1].startswith("backward, in module net.5 (Bad)")
     (path,) = Path(tmp_path).iterdir()
-    assert torch.load(path, weights_only=True)["batch_idx"] == 1
+    assert torch.load(path, weights_only=True)["arguments"][1] == 1
 
 
 class RandomlyBad(BadModule):
