@@ -14,7 +14,7 @@ import yaml
 import lightning_zero
 import lightning_zero.callbacks
 from lightning_zero.cli.options import add_commands
-from tests.support.pages import PAGES, ROOT
+from tests.support.pages import PAGES, ROOT, blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", flags=re.DOTALL | re.MULTILINE)
@@ -59,6 +59,12 @@ def test_names_of_the_package_exist(page):
         assert is_public or importlib.util.find_spec(f"lightning_zero.{parts[0]}"), name
         if parts[0] == "callbacks" and len(parts) > 1:
             assert parts[1] in lightning_zero.callbacks.__all__, name
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/")])
+def test_python_on_a_page_does_not_scroll(page):
+    lines = [line for block in blocks("python", page) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 84] == []
 
 
 def test_every_page_is_in_the_navigation():
