@@ -17,6 +17,7 @@ Imports record, layout, tensors, health, comm and tiers.
     joint_step    a step of all slots of a bucket at once
     gradients     gradients of a bucket, from autograd's tensors to the main gradient
     param_grads   `.grad` of a bucket's parameters
+    compiling     hides gradients while torch.compile traces a graph
     bucket_access what a parameter calls when code outside of the engine uses it
     guard         finds non-finite gradients before they are reduced, and reports them
     norm          norms of sharded gradients, and clipping

@@ -1,4 +1,17 @@
-"""Gradients of one bucket as `.grad` of its parameters, as a flat tensor, and as shards."""
+"""Gradients of one bucket as `.grad` of its parameters, as a flat tensor, and as shards.
+
+[Note: Hidden gradients] While torch.compile traces a graph, it describes the parameters that the
+graph uses, and `.grad` of each of them, which Lightning zeroes only after the forward. It cannot
+describe a sharded tensor, nor a gradient of another dtype or device than the parameter. So while it
+traces, such a gradient is replaced by a sparse tensor without elements. torch.compile can describe
+that, but does not trace code that reads it: a forward that reads `.grad` runs uncompiled, and sees
+the gradient. None would be traced, as if there were no gradient. Compiled graphs do not depend on
+`.grad`, so nothing is compiled again because of it.
+
+Alternatives considered: a sharded tensor that torch.compile describes by its shard
+(`__tensor_flatten__`). It would read shards of offloaded gradients, and gradients of another dtype
+or device would still end every graph or raise an error.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +27,10 @@ from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.layout.flat import Slot
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.guarded import raw_data
+from lightning_zero.tensors.guarded import data_of, raw_data
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["GradShard", "ParamGrads", "graph_error", "unfilled"]
+__all__ = ["GradShard", "HiddenGrad", "ParamGrads", "graph_error", "unfilled"]
 
 
 def graph_error(name: str) -> RuntimeError:
@@ -43,6 +56,15 @@ def unfilled(plan: BucketPlan, local: Mapping[int, Tensor]) -> Unfilled:
     return Unfilled(plan.layout.numel, plan.dtype, fill, tuple(local.values()))
 
 
+@dataclass(frozen=True, eq=False)
+class HiddenGrad:
+    """A gradient that is not `.grad` of its parameter. See [Note: Hidden gradients]."""
+
+    index: int
+    grad: Tensor
+    stand_in: Tensor
+
+
 class ParamGrads:
     """`.grad` of the parameters of one bucket, read and set without unsharding them."""
 
@@ -56,6 +78,32 @@ class ParamGrads:
         """`.grad` of every parameter."""
         with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow
             return [parameter.grad for parameter in self._parameters]
+
+    def hide(self, dtype: torch.dtype, device: torch.device) -> list[HiddenGrad]:
+        """Replaces gradients that torch.compile cannot describe. See [Note: Hidden gradients].
+
+        Args:
+            dtype: Dtype of the unsharded parameters.
+            device: Device of the unsharded parameters.
+        """
+        hidden: list[HiddenGrad] = []
+        for index, grad in enumerate(self.read()):
+            if grad is None:
+                continue
+            data = data_of(self._parameters[index])
+            if type(grad) is Tensor and (grad.dtype, grad.device) == (data.dtype, data.device):
+                continue
+            shape = self._slots[index].shape
+            stand_in = torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
+            hidden.append(HiddenGrad(index, grad, stand_in))
+        self.set([one.index for one in hidden], [one.stand_in for one in hidden])
+        return hidden
+
+    def show(self, hidden: Sequence[HiddenGrad]) -> None:
+        """Undoes `hide`, except for gradients that were set or dropped since."""
+        now = self.read()
+        kept = [one for one in hidden if now[one.index] is one.stand_in]
+        self.set([one.index for one in kept], [one.grad for one in kept])
 
     def restore(self, grads: Sequence[Tensor | None]) -> None:
         """Sets `.grad` to `grads`, an earlier result of `read`."""

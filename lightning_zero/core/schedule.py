@@ -44,6 +44,7 @@ from torch.profiler import record_function
 from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.compiling import GradHider
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.unit import Call, Unit, Unsharder
@@ -181,6 +182,7 @@ class Schedule:
         self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self._is_compiled = is_compiled(module)
+        self._grad_hider = GradHider(self._buckets)
         self._last_used = ""  # name of the unit whose forward or backward began last
         comm.control.watchdog.set_status_source(self._describe)
 
@@ -224,6 +226,7 @@ class Schedule:
         if self._depth > 1 or self._is_in_backward:
             return
         self._recorder.begin_phase(Kind.FORWARD)
+        self._grad_hider.watch()
         self.compare_assigned()
         copies = is_step or not self._comm.can_regroup or not self.shared.were_copied
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, LightningModule, seed_everything
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from lightning_zero import Engine, ZeroConfig, load_weights
 from tests.support.fitting import make_trainer, settings
-from tests.support.models import GPTModule
+from tests.support.models import GPTModule, regression_data
 from tests.support.ranks import run_ranks
 
 NUM_BATCHES = 4
@@ -186,6 +189,157 @@ def test_a_compiled_module_may_use_parameters_anywhere(stage):
     losses, counts = _losses(stage, lambda module: torch.compile(module, backend="aot_eager"))
     assert losses == pytest.approx(expected, rel=1e-5)
     assert 0 < counts[1] == counts[-1]
+
+
+class Reading(Outside):
+    """Adds the norm of its last gradient, which it reads in the forward."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        grad = self.blocks[2].weight.grad
+        return loss if grad is None else loss + grad.norm()
+
+
+LENGTHS = [4, 4, 3, 5, 6, 4]  # the second one marks the batch as dynamic
+
+
+def _losses_of_lengths(module, backend, accumulates=False, **settings):
+    """Like a Trainer, zeroes gradients between forward and backward. Reads them after the step."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    module = module()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    config = ZeroConfig(reduce_bucket_size=50, **settings)
+    if backend is not None:
+        module = torch.compile(module, backend=backend)
+    engine = Engine(module, optimizers=[optimizer], config=config)
+    if accumulates:  # a user may reset torch.compile at any time
+        torch._dynamo.reset()
+    losses, grads, counts = [], [], []
+    for number, length in enumerate(LENGTHS):
+        x = torch.linspace(-1, 1, length * 8, dtype=settings.get("param_dtype"))
+        loss = module(x.view(length, 8))
+        grads.append([p.grad is not None for p in module.parameters()])
+        if not accumulates or number % 3 == 0:
+            engine.zero_grad()
+        engine.backward(loss)
+        if not accumulates or number % 3 == 2:
+            engine.step()
+        losses.append(float(loss.detach()))
+        counts.append(counters["stats"]["unique_graphs"])
+    engine.close()
+    return losses, grads, counts
+
+
+def _assert_compiled_as_plain(module, backend="eager", **settings):
+    *expected, _ = _losses_of_lengths(module, None, **settings)
+    *found, counts = _losses_of_lengths(module, backend, **settings)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5), settings
+    assert found[1] == expected[1], settings
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_another_batch_length_compiles_again_while_parameters_have_gradients(stage):
+    counts = _assert_compiled_as_plain(Outside, stage=stage)
+    assert 0 < counts[0] == counts[1] < counts[2] <= counts[3] == counts[-1], counts
+
+
+@pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_compiled_forward_that_reads_a_gradient_sees_it(stage):
+    _assert_compiled_as_plain(Reading, stage=stage)
+
+
+NARROW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+KINDS = [
+    ("eager", {}),
+    ("inductor", {}),
+    ("aot_eager", {"accumulates": True}),
+    ("aot_eager", {"offload_optimizer": "cpu"}),
+    ("aot_eager", {"offload_optimizer": "cpu", "overlap_step": True}),
+    ("aot_eager", {"offload_optimizer": {"device": "nvme", "nvme_path": "nvme"}}),
+    ("eager", NARROW),
+]
+
+
+def _compile_kinds(rank, world_size, kinds):
+    counts = []
+    Path("nvme").mkdir(exist_ok=True)
+    for backend, kind in kinds:
+        for stage in range("offload_optimizer" in kind, 4):
+            found = _assert_compiled_as_plain(Outside, backend, stage=stage, **kind)
+            counts.append((stage, kind, found))
+    return counts
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
+def test_another_batch_length_compiles_once_in_every_stage_and_tier():
+    for found in run_ranks(2, _compile_kinds, KINDS, timeout_s=600):
+        for stage, kind, counts in found:
+            case = stage, kind, counts
+            assert 0 < counts[0] == counts[1] < counts[2] <= counts[3] == counts[-1], case
+
+
+class Uneven(LightningModule):
+    """The last batch of an epoch and the batches of a validation are shorter than the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
+        self.has_grads = []  # in each forward
+
+    def training_step(self, batch, batch_idx):
+        loss = self.validation_step(batch, batch_idx)
+        self.has_grads.append(self.net[0].weight.grad is not None)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        return functional.mse_loss(self.net(x), y)
+
+    def train_dataloader(self):
+        return DataLoader(regression_data(22), batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(regression_data(4), batch_size=2)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _fit_uneven(rank, world_size, specs, options):
+    outcomes = []
+    for spec, is_compiled in specs:
+        torch._dynamo.reset()
+        counters.clear()
+        seed_everything(7, verbose=False)
+        module = Uneven()
+        if is_compiled:
+            module.net.compile(backend="aot_eager")
+        witness = Witness()
+        trainer = make_trainer(
+            spec, callbacks=[witness], max_epochs=2, limit_val_batches=2, **options
+        )
+        trainer.fit(module)
+        outcomes.append((witness.losses, module.has_grads, witness.counts))
+    return outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 1}])
+def test_a_trainer_compiles_for_another_length_once_and_for_evaluation_once(options):
+    specs = [("ddp", False), *((settings(stage), True) for stage in range(4))]
+    for outcomes in run_ranks(2, _fit_uneven, specs, options, has_group=False, timeout_s=240):
+        (expected, has_grads, _), *found = outcomes
+        for stage, (losses, had_grads, counts) in enumerate(found):
+            np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=f"stage {stage}")
+            assert had_grads == has_grads, f"stage {stage}"
+            assert counts[0] == 1, f"stage {stage}"
+            assert counts[-1] == 3, f"stage {stage}: {counts}"
 
 
 def _save_and_load(rank, world_size):

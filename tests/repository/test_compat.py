@@ -23,6 +23,7 @@ TREES = "containers of tensors in inputs, outputs and states"
 DISPATCH = "what an optimizer does to its tensors, and the planner's counts"
 IMPORTED = {
     "torch._dynamo": {"OptimizedModule": "names of parameters of a compiled module"},
+    "torch._dynamo.callback": {"callback_handler": "gradients that torch.compile cannot describe"},
     "torch.distributed.checkpoint._nested_dict": {
         "unflatten_state_dict": "containers in sharded checkpoints"
     },
