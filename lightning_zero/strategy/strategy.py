@@ -398,6 +398,7 @@ class ZeroStrategy(EngineStrategy):
     @override
     def on_train_end(self) -> None:
         self.finish_saving()
+        self.engine.lockstep.barrier("the end of training")  # a rank may have fewer batches
         self.engine.guard.finish()
 
     def finish_saving(self, *, warns: bool = False) -> None:
