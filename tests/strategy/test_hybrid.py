@@ -51,7 +51,11 @@ def assert_equal_bits(one, other):
 @pytest.mark.slow
 @pytest.mark.shows("`sharding_group_size`, 2 x 2 ranks")
 def test_2_x_2_equals_ddp_in_every_stage_with_accumulation_clipping_and_offload():
-    specs = ["ddp", *(grouped(stage) for stage in STAGES), grouped(2, offload_optimizer="cpu")]
+    specs = [
+        "ddp",
+        *(grouped(stage) for stage in STAGES),
+        grouped(2, offload_optimizer="cpu", checkpoint="full"),
+    ]
     results = fit_each([(spec, GPT, ACCUMULATING) for spec in specs], is_saving=True)
     reference, *grouped_ones = results
     saved = reference[0].checkpoint
