@@ -3,9 +3,9 @@
 [Note: Collectives of the user] A rank that waits in a collective answers no other rank, and a rank
 that uses fewer units before the collective reaches it while others still request theirs. So all
 ranks enter a round before any of them issues it: `CollectiveOrder.serve_until`. The strategy's own
-calls, such as `self.all_gather`, do so automatically. Calls of torch.distributed over all ranks are
-intercepted by a `TorchFunctionMode`, which torch's collectives support, while code of a forward
-runs in stage 3. That costs a few microseconds per call of a torch function, so the mode is off
+calls, such as `self.all_gather` and its backward, do so automatically. Calls of torch.distributed
+over all ranks are intercepted by a `TorchFunctionMode`, which torch's collectives support, while
+code of a forward runs in stage 3. That costs microseconds per call of a torch function: it is off
 where all ranks are known to use the same units: their recorded schedule has been replayed before,
 no rank has ever requested another unit than the others, and no pass has had a collective
 (`CollectiveOrder.expects_collectives`). The mode does not see: a barrier, which has no tensor; a

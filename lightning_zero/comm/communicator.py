@@ -266,8 +266,9 @@ class Communicator:
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
         """Issues a collective; a failure of another rank is raised where this rank waits."""
-        what = f"the {kind.value} of {name}"
-        waiting = partial(self.control.watchdog.waiting, what, is_data_transfer=True)
+        what, watchdog = f"the {kind.value} of {name}", self.control.watchdog
+        number = watchdog.waits.num_issued = watchdog.waits.num_issued + 1
+        waiting = partial(watchdog.waiting, what, is_data_transfer=True, number=number)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
         is_on_host = self.size > 1 and isinstance(self._backend, GlooBackend)

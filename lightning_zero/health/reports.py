@@ -11,9 +11,9 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -40,6 +40,8 @@ _COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collective
 _LOCAL = ("_object_to_tensor", "_tensor_to_object", "destroy_process_group")
 _ONE_WAY = {"batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv", "reduce"}
 _ONE_WAY |= {"scatter", "send"}
+_PEER_TO_PEER = {"batch_isend_irecv", "irecv", "isend", "recv", "send"}
+_ENGINE, _WORLD = "engine", "world"  # groups of a `RankStatus`
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _NOT_USERS = tuple(
     os.path.realpath(path) + os.sep
@@ -64,6 +66,10 @@ class RankStatus:
     is_data_transfer: bool  # the wait transfers data; a long wait is normal
     frames: Sequence[str]  # innermost calls of the user's own code, the innermost last
     since: float = 0.0  # start of the wait on the rank's own clock; identifies the wait
+    group: str = ""  # of the collective that it waits for: a key of `num_issued`
+    number: int = 0  # of this collective on its group, from 1; 0: it is not known
+    # Collectives that the rank has issued, by group; all ranks issue them in one order.
+    num_issued: Mapping[str, int] = field(default_factory=dict)
 
     def lines(self) -> tuple[str, ...]:
         """Returns the status as text, without times: equal for ranks that do the same."""
@@ -85,6 +91,7 @@ class Wait:
     is_one_way: bool = False  # a long wait is normal; other ranks may have finished and exited
     has_failed: bool = False  # the operation will never complete
     ranks: tuple[int, ...] | None = None  # ranks that take part; None: all
+    number: int = 0  # of the collective, among all that this rank has issued; 0: not known
 
     def needs(self, rank: int | None) -> bool:
         """Whether the wait needs `rank` to end; None: ranks that wait for each other."""
@@ -92,9 +99,15 @@ class Wait:
 
 
 class Waits:
-    """Waits of this process: announced by the engine, or found inside torch.distributed."""
+    """Waits of this process: announced by the engine, or found inside torch.distributed.
+
+    Attributes:
+        num_issued: Collectives of the data plane that this rank has issued, since all ranks have
+            regrouped.
+    """
 
     def __init__(self, main: int) -> None:
+        self.num_issued = 0
         self._main = main  # id of the thread that runs the user's code
         self._announced: dict[int, Wait] = {}  # by thread id
         self._unannounced: tuple[Any, Wait] | None = None  # frame mark and wait of the main thread
@@ -150,7 +163,8 @@ class Waits:
             self._unannounced = None
             # On CUDA autograd runs hooks, which wait, in a thread of its own.
             return min(list(self._announced.values()), key=lambda each: each.since, default=None)
-        mark = (id(frame), frame.f_lasti)
+        num_issued = _num_issued_on_world()
+        mark = (id(frame), frame.f_lasti, num_issued)
         if self._unannounced is None or self._unannounced[0] != mark:
             name, ranks = _name_of(calls), _ranks_of(calls)
             wait = Wait(
@@ -160,6 +174,7 @@ class Waits:
                 is_data_transfer=ranks is not None,
                 is_one_way=is_one_way(name),
                 ranks=ranks,
+                number=num_issued if ranks is None and not _is_peer_to_peer(name) else 0,
             )
             self._unannounced = (mark, wait)
         return self._unannounced[1]
@@ -172,7 +187,17 @@ class Waits:
         if wait is None:
             return RankStatus(moment, "", 0.0, False, frames)
         waited_s, may_last = time.monotonic() - wait.since, wait.is_data_transfer or wait.is_one_way
-        return RankStatus(moment, wait.name, waited_s, may_last, frames, wait.since)
+        return RankStatus(
+            moment,
+            wait.name,
+            waited_s,
+            may_last,
+            frames,
+            wait.since,
+            _ENGINE if wait.is_engine_group else _WORLD,
+            wait.number,
+            {_ENGINE: self.num_issued, _WORLD: _num_issued_on_world()},
+        )
 
 
 class Reports:
@@ -310,9 +335,23 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _may_be_deadlock(answers: Sequence[RankStatus | None]) -> bool:
-    """Whether all ranks wait, for different operations, and none of these transfers data."""
-    waits = {None if a is None or a.is_data_transfer or not a.wait else a.wait for a in answers}
-    return None not in waits and len(waits) > 1
+    """Whether all ranks wait, for different operations, and no wait may end without the others.
+
+    A wait that transfers data, or one way, may end unless another rank has not issued the same
+    collective yet.
+    """
+    known = [answer for answer in answers if answer is not None]
+    if len(known) < len(answers):
+        return False
+    may_end = any(a.is_data_transfer and not _is_missed(a, known) for a in known)
+    waits = {answer.wait for answer in known}
+    return not may_end and "" not in waits and len(waits) > 1
+
+
+def _is_missed(status: RankStatus, everyone: Sequence[RankStatus]) -> bool:
+    """Whether some rank has not issued the collective that the rank of `status` waits for."""
+    group, number = status.group, status.number
+    return any(other.num_issued.get(group, number) < number for other in everyone)
 
 
 @contextmanager
@@ -370,6 +409,18 @@ def _ranks_of(calls: Sequence[FrameType]) -> tuple[int, ...] | None:
             with suppress(KeyError, ValueError, TypeError, RuntimeError):  # not a process group
                 return tuple(dist.get_process_group_ranks(group))
     return None
+
+
+def _is_peer_to_peer(name: str) -> bool:
+    return name.rpartition(".")[2].removesuffix("_object_list") in _PEER_TO_PEER
+
+
+def _num_issued_on_world() -> int:
+    """Collectives that this rank has issued on the default group; 0: it is not known."""
+    world: Any = dist.group.WORLD
+    with suppress(RuntimeError, AttributeError):  # there is no group, or it does not count
+        return int(world._get_sequence_number_for_group())
+    return 0
 
 
 def is_one_way(name: str) -> bool:

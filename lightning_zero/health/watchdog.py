@@ -92,6 +92,9 @@ class Watchdog:
             after a failure are not interrupted while all ranks live.
         describe_exit: Describes how a process that this one has started has ended, such as "ended
             with exit code 3"; returns None if it does not know.
+
+    Attributes:
+        waits: Waits of this process, and its count of collectives.
     """
 
     def __init__(
@@ -107,11 +110,11 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._name = f"lightning_zero/{name}"
-        self._waits = Waits(threading.get_ident())
+        self.waits = Waits(threading.get_ident())
         self._limits = limits = limits or WaitLimits()
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
-        self._reports = Reports(self._name, rank, size, limits.report_s, self._waits, self._moment)
+        self._reports = Reports(self._name, rank, size, limits.report_s, self.waits, self._moment)
         self._can_regroup = can_regroup
         self._describe_exit = describe_exit
         # Weak references: an engine that is never closed is still freed.
@@ -204,6 +207,7 @@ class Watchdog:
         is_engine_group: bool = True,
         is_data_transfer: bool = False,
         is_one_way: bool = False,
+        number: int = 0,
     ) -> AbstractContextManager[None]:
         """Context in which this thread waits for other ranks. See `Wait`.
 
@@ -213,8 +217,10 @@ class Watchdog:
         """
         if self._death is not None or self._aborts:
             self.raise_if_failed()
-        wait = Wait(name, time.monotonic(), is_engine_group, is_data_transfer, is_one_way)
-        return self._waits.announced(wait, partial(self._raise_cause, name))
+        wait = Wait(
+            name, time.monotonic(), is_engine_group, is_data_transfer, is_one_way, number=number
+        )
+        return self.waits.announced(wait, partial(self._raise_cause, name))
 
     def _raise_cause(self, name: str, error: RuntimeError) -> None:
         """Raises the cause of a failed wait for `name`, if it is not `error` itself."""
@@ -231,7 +237,7 @@ class Watchdog:
     @property
     def is_waiting(self) -> bool:
         """Whether this thread is inside `waiting`."""
-        return self._waits.is_announced
+        return self.waits.is_announced
 
     def raise_if_failed(self) -> None:
         """Raises the PeerAbortedError of the current failure, if there is one.
@@ -254,7 +260,7 @@ class Watchdog:
         """Waits for a failure report that may be on its way, after a connection was closed."""
         polls_s = 4 * poll_interval_s(self._size)
         until = time.monotonic() + seconds + polls_s
-        with self._waits.after_failed_wait():
+        with self.waits.after_failed_wait():
             while self.failure is None and self._is_running():
                 if (lost_at := self._store_lost_at) is not None:
                     until = max(until, lost_at + _STORE_CONFIRM_S + polls_s)
@@ -288,7 +294,7 @@ class Watchdog:
         if error is None or not is_own or is_transport_error(error):
             return
         until = time.monotonic() + _SAME_ERROR_S
-        with self._waits.after_failed_wait():
+        with self.waits.after_failed_wait():
             num_raised = self._count_raised(1)
             while self.failure is None and num_raised is not None and num_raised < self._size:
                 if time.monotonic() > until:
@@ -317,7 +323,7 @@ class Watchdog:
             return False
         epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
         wait = Wait("the other ranks to regroup", time.monotonic())
-        with self._waits.announced(wait):
+        with self.waits.announced(wait):
             came = self._run_in_thread(lambda: self._regroup.arrive(self._store, epoch))
             while came is None and self._is_running():
                 time.sleep(0.02)
@@ -331,6 +337,7 @@ class Watchdog:
         if not came or self.is_unrecoverable:
             return False
         self._failed_at = self._own_error = None
+        self.waits.num_issued = 0
         self._epoch += 1
         self._run_in_thread(self._on_failure)  # a faster rank may have failed again already
         return True
@@ -398,7 +405,7 @@ class Watchdog:
             self._world = None  # so that its connections are freed
 
     def _poll(self) -> None:
-        if not self._waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
+        if not self.waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_stopped = True
             return
         for poll in (self._poll_store, self._poll_heartbeats, self._poll_peers, self._poll_main):
@@ -461,7 +468,7 @@ class Watchdog:
         if self._store_lost_at is None:
             self._drop_store()
             self._store_lost_at = time.monotonic()
-        if not self._is_needed and not self._waits:
+        if not self._is_needed and not self.waits:
             self._is_stopped = True
 
     # ---------------------------------------------------------------- shared log
@@ -531,8 +538,8 @@ class Watchdog:
 
     def _poll_peers(self) -> None:
         """Reports processes of this node that have ended while other ranks need them."""
-        now, wait, exited = time.monotonic(), self._waits.main_thread_wait(), self._peers.exited()
-        if not self._is_needed and not self._waits and wait is None:
+        now, wait, exited = time.monotonic(), self.waits.main_thread_wait(), self._peers.exited()
+        if not self._is_needed and not self.waits and wait is None:
             return
         if self._store is not None and (exited or wait is not None):
             self._ends.read(self._store)
@@ -561,7 +568,7 @@ class Watchdog:
     # ---------------------------------------------------------------- the main thread's waits
 
     def _poll_main(self) -> None:
-        wait = self._waits.main_thread_wait()
+        wait = self.waits.main_thread_wait()
         failed_at, failure = self._failed_at, self.failure  # read once: a regroup resets them
         if failed_at is not None and failure is not None:
             if wait is not None and not wait.is_engine_group and wait.needs(failure.rank):

@@ -306,7 +306,14 @@ class Processes(_Base):
         if not self._enter_collective(name, everyone=is_world(group)):
             return tensor
         with self._waiting(name):
-            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+            gathered = super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        if gathered.requires_grad:
+            # Its backward is a collective of all ranks, too.
+            def before_backward(_: Tensor) -> None:
+                self._enter_collective(f"the backward of {name}", everyone=is_world(group))
+
+            gathered.register_hook(before_backward)
+        return gathered
 
     def gather_for(self, name: str) -> Gather:
         """Returns a function that gathers an object of every rank; its waits are announced."""

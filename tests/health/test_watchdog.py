@@ -336,6 +336,37 @@ def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
     assert errors[0][0], "the collective of rank 0 is ended"
 
 
+def _scatter_in_backward(rank, world_size, first_use):
+    engine, _ = _engine(3, wait_report_s=1.0)
+    first, _ = engine.module
+
+    def scatter(grad):
+        for source in range(world_size):
+            parts = [torch.ones(1)] * world_size if rank == source else None
+            dist.scatter(torch.empty(1), parts, source)
+
+    def train():
+        for step in range(4):
+            with engine.forward_context():
+                output = engine.module(torch.ones(2, 6)) * 1  # so that its hook is the first
+                output.register_hook(scatter)
+                loss = output.square().mean()
+                if rank == 1 and step >= first_use:
+                    loss = loss + first.weight.sum()
+            engine.backward(loss)
+
+    return _error_of(train)
+
+
+@pytest.mark.parametrize("first_use", [0, 3], ids=["negotiated", "replayed"])
+def test_a_one_way_collective_that_another_rank_has_not_reached_ends_with_an_error(first_use):
+    errors = run_ranks(2, _scatter_in_backward, first_use, timeout_s=40)
+    assert "all ranks wait for each other" in errors[1][0], errors
+    assert "rank 0: in backward of 1; waits for torch.distributed.scatter" in errors[1][0]
+    assert "rank 1: in forward of 1; waits for the all" in errors[1][0]
+    assert errors[0][0], "the collective of rank 0 is ended"
+
+
 class _Lines(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
