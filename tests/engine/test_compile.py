@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_zero import Engine, ZeroConfig, load_weights
+from lightning_zero import Engine, ZeroConfig, load_from_checkpoint, load_weights
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import GPTModule, regression_data
 from tests.support.ranks import run_ranks
@@ -355,7 +355,7 @@ def _save_and_load(rank, world_size):
     found["ddp", "plain"] = _fit(settings(3), plain, "eager", "ddp", 2)
     saved = torch.load("full", weights_only=True)["state_dict"]
     for path in ("full", "sharded"):
-        loaded = QuietGPT.load_from_checkpoint(path)
+        loaded = load_from_checkpoint(QuietGPT, path)
         compiled = submodule(QuietGPT(), "eager")
         load_weights(compiled, path)
         for module in (loaded, compiled):
