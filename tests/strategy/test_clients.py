@@ -12,6 +12,7 @@ from tests.support.processes import SCRIPTS, run_python
 # A script in tests/support/scripts/clients, and the package that it imports.
 CLIENTS = {
     "deepar": "gluonts",
+    "gpt": "litgpt",
     "tft": "pytorch_forecasting",
     "tabular": "pytorch_tabular",
 }
