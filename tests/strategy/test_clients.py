@@ -11,6 +11,7 @@ from tests.support.processes import SCRIPTS, run_python
 
 # A script in tests/support/scripts/clients, and the package that it imports.
 CLIENTS = {
+    "nbeats": "darts",
     "deepar": "gluonts",
     "gpt": "litgpt",
     "tft": "pytorch_forecasting",
