@@ -16,6 +16,7 @@ CLIENTS = {
     "gpt": "litgpt",
     "tft": "pytorch_forecasting",
     "tabular": "pytorch_tabular",
+    "unet": "segmentation_models_pytorch",
 }
 CASES = [
     pytest.param(
