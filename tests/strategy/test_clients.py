@@ -13,6 +13,7 @@ from tests.support.processes import SCRIPTS, run_python
 CLIENTS = {
     "nbeats": "darts",
     "deepar": "gluonts",
+    "byol": "lightly",
     "gpt": "litgpt",
     "tft": "pytorch_forecasting",
     "tabular": "pytorch_tabular",
