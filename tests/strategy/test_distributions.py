@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from lightning_zero._lightning import VARIABLE
 from tests.support.pages import blocks
+from tests.support.processes import SCRIPTS, run_python
 from tests.support.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = ROOT / "tests" / "support" / "scripts"
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 
 pytestmark = pytest.mark.skipif(
@@ -25,20 +20,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(*command, cwd=None, **variables):
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
-    command = [sys.executable, *map(str, command)]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def life_cycle(package, strategy, folder):
-    run(SCRIPTS / "life_cycle.py", package, strategy, folder)
+    run_python(SCRIPTS / "life_cycle.py", package, strategy, folder)
     return json.loads((folder / "saw.json").read_text())
 
 
@@ -112,7 +95,7 @@ PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
 )
 def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
     program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
-    run("-c", program, **variables)
+    run_python("-c", program, **variables)
 
 
 BY_REGISTRY = """
@@ -129,7 +112,7 @@ for given in ("zero3", lightning_zero.ZeroStrategy(3)):
 
 
 def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_error():
-    of_name, of_object = run("-c", BY_REGISTRY).splitlines()
+    of_name, of_object = run_python("-c", BY_REGISTRY).splitlines()
     for text in (of_name, of_object):
         assert "choose lightning: import lightning before" in text
         assert f"set {VARIABLE}=lightning." in text
@@ -143,7 +126,7 @@ except ValueError as error:
     print(error)
 """
     known = "must be one of lightning, pytorch_lightning, got 'pl'."
-    assert run("-c", program, **{VARIABLE: "pl"}) == f"{VARIABLE} {known}\n"
+    assert run_python("-c", program, **{VARIABLE: "pl"}) == f"{VARIABLE} {known}\n"
 
 
 FABRIC = """
@@ -177,7 +160,7 @@ def train_with_fabric(rank, world_size):
 def test_fabric_of_lightning_fabric_trains_as_that_of_lightning():
     (expected,) = run_ranks(1, train_with_fabric, has_group=False)
     program = FABRIC.format(package="lightning_fabric", without=OTHERS["pytorch_lightning"])
-    assert json.loads(run("-c", program + "print(sums)")) == expected
+    assert json.loads(run_python("-c", program + "print(sums)")) == expected
 
 
 MODULE = """
@@ -207,17 +190,4 @@ def test_spawned_ranks_choose_as_the_process_that_starts_them(tmp_path):
     (tmp_path / "model.py").write_text(MODULE)
     script = tmp_path / "train.py"
     script.write_text(SPAWN)
-    run(script)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("pytorch_tabular") is None, reason="pytorch_tabular is not installed")
-def test_pytorch_tabular_trains_unchanged_with_the_loss_of_ddp(tmp_path):
-    def loss(strategy):
-        output = run(SCRIPTS / "tabular.py", strategy, cwd=tmp_path)
-        (line,) = (line for line in output.splitlines() if line.startswith("loss "))
-        return float(line.removeprefix("loss "))
-
-    expected = pytest.approx(loss("ddp"), rel=1e-6)
-    assert loss("zero1") == expected
-    assert loss("zero3") == expected
+    run_python(script)

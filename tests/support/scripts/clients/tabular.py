@@ -1,4 +1,4 @@
-"""Trains a model of pytorch_tabular on two ranks: python tabular.py STRATEGY; prints the loss."""
+"""Trains a model of pytorch_tabular on two ranks: python tabular.py STRATEGY."""
 
 import sys
 
@@ -7,6 +7,7 @@ import pandas as pd
 from pytorch_tabular import TabularModel
 from pytorch_tabular.config import DataConfig, OptimizerConfig, TrainerConfig
 from pytorch_tabular.models import CategoryEmbeddingModelConfig
+from report import report
 
 import lightning_zero  # noqa: F401
 
@@ -36,8 +37,7 @@ def main() -> None:
     )
     model.fit(train=frame, validation=frame, seed=7)
     assert "lightning" not in sys.modules
-    if model.trainer.global_rank == 0:
-        print(f"loss {model.trainer.callback_metrics['valid_loss'].item()}")
+    report(model.trainer.callback_metrics["valid_loss"], model.model)
 
 
 if __name__ == "__main__":

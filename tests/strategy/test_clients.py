@@ -1,0 +1,45 @@
+"""Libraries that train with Lightning: their code, unchanged, with the name of a strategy."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+
+from tests.support.processes import SCRIPTS, run_python
+
+# A script in tests/support/scripts/clients, and the package that it imports.
+CLIENTS = {
+    "nbeats": "darts",
+    "deepar": "gluonts",
+    "byol": "lightly",
+    "gpt": "litgpt",
+    "nhits": "neuralforecast",
+    "tft": "pytorch_forecasting",
+    "tabular": "pytorch_tabular",
+    "unet": "segmentation_models_pytorch",
+}
+CASES = [
+    pytest.param(
+        script,
+        marks=pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed"),
+        id=f"{package}: {script}",
+    )
+    for script, package in CLIENTS.items()
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", CASES)
+def test_a_library_trains_unchanged_to_the_loss_and_parameters_of_ddp(script, tmp_path):
+    def report(strategy):
+        folder = tmp_path / strategy
+        folder.mkdir()
+        output = run_python(SCRIPTS / "clients" / f"{script}.py", strategy, cwd=folder)
+        (line,) = (line for line in output.splitlines() if line.startswith("report "))
+        return json.loads(line.removeprefix("report "))
+
+    expected = pytest.approx(report("ddp"), rel=1e-6)
+    assert report("zero1") == expected
+    assert report("zero3") == expected
