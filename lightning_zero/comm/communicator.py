@@ -267,7 +267,7 @@ class Communicator:
     ) -> Pending:
         """Issues a collective; a failure of another rank is raised where this rank waits."""
         what, watchdog = f"the {kind.value} of {name}", self.control.watchdog
-        number = watchdog.waits.num_issued = watchdog.waits.num_issued + 1
+        number = watchdog.waits.count_issued()
         waiting = partial(watchdog.waiting, what, is_data_transfer=True, number=number)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)

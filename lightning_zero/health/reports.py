@@ -99,15 +99,10 @@ class Wait:
 
 
 class Waits:
-    """Waits of this process: announced by the engine, or found inside torch.distributed.
-
-    Attributes:
-        num_issued: Collectives of the data plane that this rank has issued, since all ranks have
-            regrouped.
-    """
+    """Waits of this process: announced by the engine, or found inside torch.distributed."""
 
     def __init__(self, main: int) -> None:
-        self.num_issued = 0
+        self._num_issued = 0  # collectives of the data plane, since the ranks have regrouped
         self._main = main  # id of the thread that runs the user's code
         self._announced: dict[int, Wait] = {}  # by thread id
         self._unannounced: tuple[Any, Wait] | None = None  # frame mark and wait of the main thread
@@ -120,6 +115,15 @@ class Waits:
     def is_announced(self) -> bool:
         """Whether this thread has announced a wait."""
         return threading.get_ident() in self._announced
+
+    def count_issued(self) -> int:
+        """Counts a collective of the data plane, and returns its number, from 1."""
+        self._num_issued += 1
+        return self._num_issued
+
+    def restart_count(self) -> None:
+        """Restarts the count, when all ranks have regrouped."""
+        self._num_issued = 0
 
     @contextmanager
     def announced(
@@ -196,7 +200,7 @@ class Waits:
             wait.since,
             _ENGINE if wait.is_engine_group else _WORLD,
             wait.number,
-            {_ENGINE: self.num_issued, _WORLD: _num_issued_on_world()},
+            {_ENGINE: self._num_issued, _WORLD: _num_issued_on_world()},
         )
 
 

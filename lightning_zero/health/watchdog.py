@@ -337,7 +337,7 @@ class Watchdog:
         if not came or self.is_unrecoverable:
             return False
         self._failed_at = self._own_error = None
-        self.waits.num_issued = 0
+        self.waits.restart_count()
         self._epoch += 1
         self._run_in_thread(self._on_failure)  # a faster rank may have failed again already
         return True

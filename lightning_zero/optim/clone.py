@@ -80,14 +80,17 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_device_scalar(value: Any) -> bool:
+def is_device_scalar(value: Tensor) -> bool:
     """Whether `value` is a 0-dim tensor on a device other than the CPU."""
-    return isinstance(value, Tensor) and not value.dim() and value.device.type != "cpu"
+    return not value.dim() and value.device.type != "cpu"
 
 
 def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies device scalars to the CPU. See [Note: Asynchronous copies of scalars]."""
-    return {key: value.cpu() if is_device_scalar(value) else value for key, value in values.items()}
+    return {
+        key: value.cpu() if isinstance(value, Tensor) and is_device_scalar(value) else value
+        for key, value in values.items()
+    }
 
 
 def raw_step(optimizer: Optimizer, **arguments: Any) -> None:

@@ -367,7 +367,11 @@ class OptimizerStep:
         names = own.keys() & {"grad_scale", "found_inf"}
         own.update(scalars_to_cpu({name: own[name] for name in names}))
         for group in self.optimizer.param_groups:
-            scalars = {key: value for key, value in group.items() if is_device_scalar(value)}
+            scalars = {
+                key: value
+                for key, value in group.items()
+                if isinstance(value, Tensor) and is_device_scalar(value)
+            }
             copies = scalars_to_cpu(scalars)
             group.update(copies)
             self._cpu_copies += [(group, key, scalars[key], copies[key]) for key in scalars]
@@ -461,8 +465,9 @@ class OptimizerStep:
         """Starts to read the files of the next step, as far as buffers are free."""
         buckets = self._reducer.step_order() if self._kind is StepKind.BY_BUCKET else []
         # Gradients in files are written before the step.
-        has_grads = any(bucket.plan.tiers.grad is Tier.NVME for bucket in buckets)
-        if has_grads or not any(bucket.shards.state_stores for bucket in buckets):
+        grad_tiers = {bucket.plan.tiers.grad for bucket in buckets}
+        num_files = sum([len(bucket.shards.state_stores) for bucket in buckets])
+        if Tier.NVME in grad_tiers or not num_files:
             return
         self._drain()
         members = set(parameters_of(self.optimizer))

@@ -142,6 +142,7 @@ ATTRIBUTES = {
         "distributed_c10d._abort_process_group": GROUPS,
         "ProcessGroup._device_types": GROUPS,
         "ProcessGroup._get_backend": GROUPS,
+        "ProcessGroup._get_sequence_number_for_group": "deadlocks in collectives of the user",
     },
     "a Trainer": {
         "_signal_connector": "SIGTERM and requeueing",
