@@ -545,6 +545,11 @@ class Schedule:
             warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None
 
+    def mark_compiled(self) -> None:
+        """Treats the module as compiled, because it is called inside a compiled one."""
+        self._is_compiled = True
+        self._can_intercept = False
+
     def mark_lost(self) -> None:
         """Leaves all parameters as they are; using one that is not unsharded raises an error."""
         for bucket in self._buckets:

@@ -508,15 +508,28 @@ class _ZeroModule(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(args, kwargs, is_compiled=torch.compiler.is_compiling())
+
+    # `fabric.setup(torch.compile(module))` compiles this module, but gave the strategy the other
+    # one as it was before. So the graphs begin inside of that one.
+    @torch.compiler.disable(recursive=False)
+    def _call(self, args: Any, kwargs: Any, *, is_compiled: bool) -> Any:
+        if is_compiled:
+            self.engine.schedule.mark_compiled()
         # A frozen module, such as a teacher, has no backward that would end its forward.
         with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
             output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                    _metadata_of(leaf.grad_fn).setdefault(_CALLED, []).append(self.engine)
+            self._mark_outputs(output)
         return output
 
+    @torch.compiler.disable
+    def _mark_outputs(self, output: Any) -> None:
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                _metadata_of(leaf.grad_fn).setdefault(_CALLED, []).append(self.engine)
+
+    @torch.compiler.disable
     def _needs_graph(self, args: Any, kwargs: Any) -> bool:
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             return True

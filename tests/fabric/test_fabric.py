@@ -12,6 +12,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from lightning_zero.fabric import ZeroStrategy
@@ -37,9 +38,13 @@ def state_of(model):
     return arrays(state)
 
 
-def _train(rank, world_size, strategy, precision="32-true", accumulation=2, clip=0.05):
+def _train(
+    rank, world_size, strategy, precision="32-true", accumulation=2, clip=0.05, backend=None
+):
     fabric = launch(strategy, world_size, precision=precision)
     module, optimizer = build()
+    if backend is not None:
+        module = torch.compile(module, backend=backend)
     model, optimizer = fabric.setup(module, optimizer)
     losses, norms = [], []
     for step in range(3 * accumulation):
@@ -88,6 +93,21 @@ def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
         np.testing.assert_allclose(losses, ddp_losses, rtol=1e-6)
         np.testing.assert_allclose(norms, ddp_norms, rtol=2e-6)
         assert_same_state(state, ddp_state)
+
+
+def _train_compiled(rank, world_size, stage):
+    outcome = _train(rank, world_size, f"zero{stage}", backend="aot_eager")
+    assert counters["stats"]["unique_graphs"] > 0
+    return outcome
+
+
+@pytest.mark.parametrize("stage", slow_but({3}, (1, 2, 3)))
+def test_a_compiled_module_trains_as_the_plain_one(stage):
+    expected = run_ranks(2, _train, f"zero{stage}", has_group=False)
+    ours = run_ranks(2, _train_compiled, stage, has_group=False)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
+        assert_same_state(one[2], other[2])
 
 
 @pytest.mark.parametrize("stage", slow_but({3}, (1, 2, 3)))
