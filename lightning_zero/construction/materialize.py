@@ -3,8 +3,9 @@
 [Note: Initialized in place] A module with parameters or buffers on the meta device gets memory. For
 parameters this is the unsharded buffer of their bucket. The module is initialized there, by its
 `reset_parameters()`, then by the `_init_weights(module)` of the nearest enclosing module that has
-one. As soon as all modules with parameters in a bucket are initialized, the bucket is sharded. So
-in stage 3 one unit is unsharded at a time, in addition to the root.
+one. A `reset_parameters` that a script has assigned to the module itself decides alone. As soon as
+all modules with parameters in a bucket are initialized, the bucket is sharded. So in stage 3 one
+unit is unsharded at a time, in addition to the root.
 
 [Note: Order of initialization] Modules are initialized in the order in which constructors end: an
 inner module before the one that contains it. The random numbers do not depend on the stage or the
@@ -78,6 +79,8 @@ def _initializers(ancestors: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]
         reset = getattr(module, name, None)
         if callable(reset):
             yield reset
+            if name in vars(module):
+                return
             break
     for outer in reversed(ancestors):
         init_weights = getattr(outer, "_init_weights", None)

@@ -160,6 +160,14 @@ def test_an_enclosing_module_initialises_inner_modules_by_init_weights():
         assert torch.equal(value, expected[name]), name
 
 
+def test_a_reset_parameters_that_a_script_has_assigned_decides_alone():
+    module = on_meta(Family)
+    first, _ = module.layers
+    first.reset_parameters = lambda: [nn.init.constant_(p, 5) for p in first.parameters()]
+    Engine(module, device=CPU).close()
+    assert torch.equal(first.weight, torch.full((3, 3), 5.0))
+
+
 def test_tensors_with_values_keep_them():
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     weight = module[1].weight
