@@ -15,6 +15,7 @@ CLIENTS = {
     "deepar": "gluonts",
     "byol": "lightly",
     "gpt": "litgpt",
+    "gpt_fabric": "litgpt",
     "nhits": "neuralforecast",
     "tft": "pytorch_forecasting",
     "tabular": "pytorch_tabular",
