@@ -31,7 +31,21 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def torchvision():
+    """Most of the libraries import it, and PyPI's fails without CUDA's torch."""
+    program = "try:\n    import torchvision\nexcept RuntimeError as error:\n    print(error)"
+    if find_spec("torchvision") is not None and (error := run_python("-c", program)):
+        pytest.skip(f"torchvision was built for another torch: {error.strip()}")
+
+
 @pytest.mark.slow
+@pytest.mark.shows(
+    "models of darts, gluonts, lightly, litgpt, neuralforecast, pytorch_forecasting, "
+    "pytorch_tabular, segmentation_models_pytorch",
+    stages=(1, 3),
+)
+@pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("script", CASES)
 def test_a_library_trains_unchanged_to_the_loss_and_parameters_of_ddp(script, tmp_path):
     def report(strategy):
