@@ -217,6 +217,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             check_numbering(self.global_rank, self.node_rank, self.num_processes)
         compared = self._settings.describe() | {"precision": str(self.precision.precision)}
         check_equal(self.gather_for("the settings of all ranks")({"ZeroStrategy": compared}))
+        self._open_batch_group()
 
     @override
     def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:

@@ -207,6 +207,9 @@ class Processes(_Base):
             can_regroup=self._can_regroup,
             describe_exit=how_child_ended,
         )
+
+    def _open_batch_group(self) -> None:
+        """Makes the process groups of batch groups; ranks have compared settings. Collective."""
         if self._batch_group is not None:
             self._batch_group.close()
         self._batch_group = BatchGroup.open(

@@ -352,6 +352,7 @@ class ZeroStrategy(EngineStrategy):
         fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
         gather = self.gather_for("the settings of all ranks")
         check_equal(gather({"ZeroStrategy": fields}))
+        self._open_batch_group()
 
     @property
     @override

@@ -125,6 +125,16 @@ def test_fabric_sums_inside_a_group():
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other))
 
 
+def _differ(rank, world_size):
+    spec = settings(2, batch_group_size=rank + 1)
+    with pytest.raises(ValueError, match="batch_group_size"):
+        make_trainer(spec).fit(ContextModule())
+
+
+def test_sizes_that_differ_between_ranks_are_an_error_on_all_ranks():
+    run_ranks(2, _differ, has_group=False, timeout_s=20)
+
+
 def test_sizes_that_form_no_groups_are_refused():
     with pytest.raises(TypeError, match="batch_group_size must be a number of ranks, got True"):
         lightning_zero.ZeroStrategy(batch_group_size=True)
