@@ -1,17 +1,18 @@
-"""States of one rank in a sharded checkpoint: its random generators and its data loaders.
+"""States of one rank in a checkpoint: its random generators and its data loaders.
 
 [Note: States of ranks] They differ between ranks, and no other rank can use them. Each rank encodes
-its own as bytes of `torch.save`. Together they are one 1-D tensor of uint8, of which every rank
-writes its range; `meta.pt` has the number of bytes of each rank. So a rank reads only its own, no
-rank gathers them, and checksums and atomic replacement are those of all tensors. They are loaded
-with the `weights_only` of the checkpoint.
+its own as bytes of `torch.save`. Together they are one 1-D tensor of uint8; the entry
+`METADATA_KEY` has the number of bytes of each rank. To a sharded checkpoint every rank writes its
+range, and no rank gathers them; rank 0 gathers them for a full one. A rank reads only its own range
+of either, and checksums and atomic replacement are those of all tensors. They are loaded with the
+`weights_only` of the checkpoint.
 """
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,11 +22,15 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.lazy import read_flat
 
 __all__ = [
-    "SIZES_KEY",
+    "add_rank_states",
+    "encode_on_all_ranks",
     "encode_state",
+    "gather_rank_states",
     "random_state",
     "rank_state_shard",
     "read_rank_state",
@@ -33,7 +38,7 @@ __all__ = [
     "set_random_state",
 ]
 
-SIZES_KEY = "rank_state_bytes"  # in the entry `METADATA_KEY`: number of bytes of every rank
+_SIZES_KEY = "rank_state_bytes"  # in the entry `METADATA_KEY`: number of bytes of every rank
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
@@ -79,6 +84,41 @@ def encode_state(state: Mapping[str, Any]) -> Tensor:
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
+def encode_on_all_ranks(
+    state: Mapping[str, Any], gather: Callable[[Any], list[Any]]
+) -> tuple[Tensor, list[int]]:
+    """The bytes of this rank's `state`, and the number of bytes of every rank. Collective.
+
+    `gather`: returns every rank's object. Every rank raises if a state cannot be pickled.
+    """
+    encoded: list[Tensor] = []
+
+    def encode() -> int:
+        encoded.append(encode_state(state))
+        return encoded[0].numel()
+
+    sizes = run_on_all_ranks(encode, gather=gather)
+    return encoded[0], sizes
+
+
+def add_rank_states(checkpoint: dict[str, Any], states: Tensor, sizes: Sequence[int]) -> None:
+    """Adds the states of all ranks to `checkpoint`: their bytes, or a stand-in for the shards."""
+    checkpoint[RANK_STATES_KEY] = states
+    checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | {_SIZES_KEY: list(sizes)}
+
+
+def gather_rank_states(
+    checkpoint: dict[str, Any], state: Mapping[str, Any], control: GlooControlPlane
+) -> None:
+    """Adds the states of all ranks to rank 0's full `checkpoint`. Collective.
+
+    `state`: that of this rank. Every rank raises if a state cannot be pickled.
+    """
+    encoded, sizes = encode_on_all_ranks(state, control.gather_objects)
+    if everyone := control.collect_objects(encoded):
+        add_rank_states(checkpoint, torch.cat(everyone), sizes)
+
+
 def rank_state_shard(encoded: Tensor, sizes: Sequence[int], rank: int) -> CheckpointShard:
     """The part of all ranks' states that `rank` writes; `sizes` are the bytes of every rank."""
     start, stop = _range_of(rank, sizes)
@@ -93,7 +133,7 @@ def rank_state_shard(encoded: Tensor, sizes: Sequence[int], rank: int) -> Checkp
 def saved_num_ranks(checkpoint: Mapping[str, Any]) -> int:
     """Number of ranks whose states an opened checkpoint has; 0 if it has none."""
     note = checkpoint.get(METADATA_KEY)
-    sizes = note.get(SIZES_KEY, ()) if isinstance(note, Mapping) else ()
+    sizes = note.get(_SIZES_KEY, ()) if isinstance(note, Mapping) else ()
     return len(sizes) if RANK_STATES_KEY in checkpoint else 0
 
 
@@ -106,7 +146,7 @@ def read_rank_state(
         ValueError: The numbers of bytes do not match the tensor.
         pickle.UnpicklingError: It has classes that `weights_only` refuses.
     """
-    states, sizes = checkpoint[RANK_STATES_KEY], checkpoint[METADATA_KEY][SIZES_KEY]
+    states, sizes = checkpoint[RANK_STATES_KEY], checkpoint[METADATA_KEY][_SIZES_KEY]
     if sum(sizes) != states.numel():
         raise ValueError(
             f"the checkpoint has {states.numel()} bytes of states of ranks, expected "

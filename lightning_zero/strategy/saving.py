@@ -33,13 +33,16 @@ from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
 from lightning_zero.checkpoint.engine_checkpoint import write_full
-from lightning_zero.checkpoint.rank_states import SIZES_KEY, encode_state, rank_state_shard
+from lightning_zero.checkpoint.rank_states import (
+    add_rank_states,
+    encode_on_all_ranks,
+    rank_state_shard,
+)
 from lightning_zero.checkpoint.remote import check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
     METADATA_KEY,
-    RANK_STATES_KEY,
     describe_save,
     replicated_as_shards,
     sharded_masters,
@@ -289,16 +292,9 @@ class Saving:
         self, checkpoint: dict[str, Any], rank_state: Mapping[str, Any], channel: Channel
     ) -> None:
         """Adds the states of ranks to `checkpoint`, of which this rank writes its own."""
-        encoded: list[Tensor] = []
-
-        def encode() -> int:
-            encoded.append(encode_state(rank_state))
-            return encoded[0].numel()
-
-        sizes = run_on_all_ranks(encode, gather=channel.all_gather)
-        shard = rank_state_shard(encoded[0], sizes, channel.rank)
-        checkpoint[RANK_STATES_KEY] = shard
-        checkpoint[METADATA_KEY] |= {SIZES_KEY: sizes}
+        encoded, sizes = encode_on_all_ranks(rank_state, channel.all_gather)
+        shard = rank_state_shard(encoded, sizes, channel.rank)
+        add_rank_states(checkpoint, shard, sizes)
         self._shards[shard.source] = shard
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:

@@ -51,6 +51,7 @@ from lightning_zero.checkpoint import (
     narrow_masters,
 )
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
+from lightning_zero.checkpoint.rank_states import gather_rank_states
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import open_on_all_ranks
 from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
@@ -547,15 +548,12 @@ class ZeroStrategy(EngineStrategy):
                     "storage_options are for a CheckpointIO, which a sharded checkpoint does not "
                     'use; leave them out, or use ZeroStrategy(checkpoint="full").'
                 )
-            is_closed, rank_state = self._engine is None, None
-            if "optimizer_states" in checkpoint and not is_closed:
-                rank_state = self._rank_state.collect(checkpoint, self.root_device)
             self._saving.save(
                 checkpoint,
                 filepath,
                 self._state_engine,
-                last_masters=self._last_masters if is_closed else None,
-                rank_state=rank_state,
+                last_masters=self._last_masters if self._engine is None else None,
+                rank_state=self._collect_rank_state(checkpoint),
             )
         else:
             self._save_full(checkpoint, filepath, storage_options)
@@ -572,6 +570,12 @@ class ZeroStrategy(EngineStrategy):
         is_movable = not self._uses_io_only(path)
         self._finite.prepare(path, names, self.run_on_rank_zero, is_movable=is_movable)
 
+    def _collect_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What this rank adds to a checkpoint of a run in progress; None for another one. Local."""
+        if "optimizer_states" not in checkpoint or self._engine is None:
+            return None
+        return self._rank_state.collect(checkpoint, self.root_device)
+
     def _save_full(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None
     ) -> None:
@@ -581,6 +585,9 @@ class ZeroStrategy(EngineStrategy):
             if masters:
                 checkpoint[MASTERS_KEY] = masters
         io, is_left_to_io = self.checkpoint_io, self._uses_io_only(filepath)
+        rank_state = self._collect_rank_state(checkpoint)
+        if engine is not None and rank_state is not None and not is_left_to_io:
+            gather_rank_states(checkpoint, rank_state, engine.comm.control)
 
         def write() -> None:
             if not is_left_to_io:

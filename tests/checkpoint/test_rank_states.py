@@ -1,4 +1,4 @@
-"""Sharded checkpoints have the random generators and data loaders of every rank."""
+"""Checkpoints have the random generators and data loaders of every rank."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def _fit(rank, world_size, strategy, seed, callbacks=(), *, ckpt_path=None, note
 
 
 def _fit_and_resume(rank, world_size, stage, options, at_end_of_epoch):
-    strategy = settings(stage, checkpoint="sharded", **options)
+    strategy = settings(stage, **options)
     if at_end_of_epoch:
         saves, path, step = ModelCheckpoint("saved", "{epoch}", save_top_k=-1), "epoch=0", 4
         path = f"saved/{path}.ckpt"
@@ -118,9 +118,16 @@ def _fit_and_resume(rank, world_size, stage, options, at_end_of_epoch):
     return straight[step:], resumed
 
 
-@pytest.mark.default_cases("in an epoch-3-synchronous", "after an epoch-1-asynchronous")
-@pytest.mark.shows("loader and random state of every rank, in sharded checkpoints")
-@pytest.mark.parametrize("options", [{}, {"async_save": True}], ids=["synchronous", "asynchronous"])
+_KINDS = {
+    "full": {"checkpoint": "full"},
+    "sharded": {"checkpoint": "sharded"},
+    "async": {"checkpoint": "sharded", "async_save": True},
+}
+
+
+@pytest.mark.default_cases("in an epoch-3-sharded", "in an epoch-2-full", "after an epoch-1-async")
+@pytest.mark.shows("loader and random state of every rank, in checkpoints of both kinds")
+@pytest.mark.parametrize("options", _KINDS.values(), ids=_KINDS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("at_end_of_epoch", [False, True], ids=["in an epoch", "after an epoch"])
 def test_every_rank_continues_with_its_own_batches_and_random_numbers(
