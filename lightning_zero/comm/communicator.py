@@ -108,7 +108,7 @@ class Communicator:
         self.rank = dist.get_rank() if has_world() else 0
         self.size = world_size()
         self.device = device
-        self.can_regroup = watchdog is not None
+        self._owns_watchdog = watchdog is None
         self.recorder = Recorder(device, self.rank, self.size)
         self._separates_gathers = separates_gathers
         self._before_collective = before_collective
@@ -122,12 +122,13 @@ class Communicator:
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
         # Named here, before one rank alone can fail: the name counts the watchdogs of each rank.
-        name = "" if self.can_regroup else next_watchdog_name(self.rank)
+        name = next_watchdog_name(self.rank) if self._owns_watchdog else ""
         self._open_group()
         if watchdog is None:
             watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
+        self.can_regroup = watchdog.can_regroup
         self.control = GlooControlPlane(
             self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
         )
@@ -391,7 +392,7 @@ class Communicator:
     def close(self) -> None:
         """Destroys the engine's groups. Not collective: ranks may close at different times."""
         self._close_groups()
-        if not self.can_regroup:  # the watchdog is the communicator's own
+        if self._owns_watchdog:
             self.control.watchdog.finish()
             self.control.watchdog.stop()
 

@@ -95,6 +95,7 @@ class Watchdog:
 
     Attributes:
         waits: Waits of this process, and its count of collectives.
+        can_regroup: As given.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Watchdog:
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
         self._reports = Reports(self._name, rank, size, limits.report_s, self.waits, self._moment)
-        self._can_regroup = can_regroup
+        self.can_regroup = can_regroup
         self._describe_exit = describe_exit
         # Weak references: an engine that is never closed is still freed.
         self._failure_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -580,7 +581,7 @@ class Watchdog:
 
     def _wake_main(self, wait: Wait, failure: RankFailure, failed_at: float) -> None:
         """Ends a wait outside the engine's groups, which a failure does not end by default."""
-        must_regroup = self._can_regroup and self._is_needed
+        must_regroup = self.can_regroup and self._is_needed
         is_dead = failure is self._death
         if not (must_regroup or is_dead or wait.since < failed_at):
             return
