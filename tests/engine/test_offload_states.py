@@ -52,6 +52,7 @@ def assert_equal(ours, expected):
 OPTIONS = [{}, {"param_dtype": "bfloat16"}, {"offload_optimizer": "cpu"}, {"overlap_step": True}]
 
 
+@pytest.mark.shows("`Engine.offload_states`")
 @pytest.mark.default_cases("1-float32", "3-bfloat16")
 @pytest.mark.parametrize("options", OPTIONS[:2], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", range(4))

@@ -74,6 +74,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.shows("Fabric: checkpoints of other stages and of DDP, and back")
 @pytest.mark.parametrize(("saved", "loaded"), slow_but(PAIRS[:4], PAIRS))
 def test_training_goes_on_in_another_stage_or_with_ddp(saved, loaded, tmp_path):
     path = str(tmp_path / "one.ckpt")
@@ -126,6 +127,7 @@ def _fabric(rank, world_size, kind, first_step, load, save):
     return losses, arrays(model.state_dict())
 
 
+@pytest.mark.shows("Fabric: checkpoints of the Trainer, and back", stages=(3,))
 @pytest.mark.default_cases("Trainer to Fabric-full", "Fabric to Trainer-sharded")
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @pytest.mark.parametrize("order", ["Trainer to Fabric", "Fabric to Trainer"])

@@ -83,6 +83,7 @@ def _train_engine(rank, world_size, stage, accumulation=2, clip=0.05):
     return losses, norms, arrays(module.state_dict())
 
 
+@pytest.mark.shows("Fabric")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
 def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
     expected = run_ranks(2, _train, "ddp", has_group=False)
@@ -176,6 +177,7 @@ def _gan(rank, world_size, strategy):
     return losses, arrays(generator.state_dict()), arrays(discriminator.state_dict())
 
 
+@pytest.mark.shows("Fabric: several modules, as in a GAN")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3"}, NAMES))
 def test_a_gan_with_two_setups_equals_ddp(name):
     expected = run_ranks(2, _gan, "ddp", has_group=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -53,6 +54,7 @@ def _fit(rank, world_size):
     return arrays(module.state_dict())
 
 
+@pytest.mark.shows("a subclass of `ZeroStrategy` with process groups of its own", stages=(3,))
 def test_a_subclass_averages_inside_groups_of_its_own():
     ours = run_ranks(4, _fit, has_group=False)[0]
     net, generators = Tokens().net, [torch.Generator().manual_seed(rank) for rank in range(4)]
