@@ -1,6 +1,7 @@
 """The engine: one object that is usable without Lightning. Imports optim and all below it.
 
-    engine        `Engine`: a module, its optimizers and a config; its construction
+    engine        `Engine`: a module, its optimizers and a config
+    beginning     how it begins: checks, the comparison between ranks, groups, plan and storage
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
     offloaded     what is moved to CPU memory while generation needs the device

@@ -11,9 +11,8 @@ It can be used without Lightning, in a hand-written loop:
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,11 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.backends import queue_warnings
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.consistency import compare
-from lightning_zero.comm.control import GlooControlPlane
-from lightning_zero.construction.materialize import check_can_materialize, materialize
+from lightning_zero.construction.materialize import materialize
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.guard import NonfiniteGuard
@@ -34,44 +30,35 @@ from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
-from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed
+from lightning_zero.core.recompute import apply_checkpointing
 from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
-from lightning_zero.engine.consistency import (
-    describe_config,
-    describe_module,
-    describe_optimizer,
-    describe_software,
+from lightning_zero.engine.beginning import (
+    closed_on_error,
+    open_storage,
+    open_together,
+    plan_together,
 )
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.offloaded import as_states, device_memory
-from lightning_zero.engine.optimizers import AttachedOptimizers, as_optimizers, check_and_probe
-from lightning_zero.health.together import failing_together
+from lightning_zero.engine.optimizers import AttachedOptimizers, check_and_probe
 from lightning_zero.health.watchdog import Watchdog
-from lightning_zero.health.world import has_world
 from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.layout.offload import Budgets
-from lightning_zero.layout.plan import BucketPlan, Plan, make_plan, nvme_bytes
+from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
-from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import clear_pending_values, pending_values
-from lightning_zero.tensors.partial import partial_of
-from lightning_zero.tensors.ties import alias_texts, tie_shared
 from lightning_zero.tiers.grad_offload import GradQueue
-from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
-from lightning_zero.tiers.threads import set_step_threads
 
 __all__ = ["Engine"]
 
@@ -146,29 +133,25 @@ class Engine:
             before_collective=self._before_collective,
         )
         self._is_ready = False  # `schedule` and `lockstep` exist
-        comm, device, probed, checkpointed_modules, warned = _begin_together(
-            module,
-            optimizers,
-            config,
-            device=device,
-            open_comm=open_comm,
-            look=self._check_and_probe,
-        )
-        for text in warned if comm.rank == 0 else ():
-            warnings.warn(text, stacklevel=2)
-        self.device = device
-        self.comm = comm
-        self.recorder = comm.recorder
-        self.plan = _plan_together(module, config, comm, probed)
-        self.storage = _open_storage(self._storage_class, config, self.plan, comm)
-        self.worker = StepWorker(device)
-        self.average_buckets: list[Bucket] = []
         self._is_closed = False
-        self._end_checkpointing = apply_checkpointing(module, checkpointed_modules)
-        try:
+        self.average_buckets: list[Bucket] = []
+        look = self._check_and_probe
+        self.comm, given = open_together(
+            module, optimizers, config, device=device, open_comm=open_comm, look=look
+        )
+        self.device = device = given.device
+        self.recorder = self.comm.recorder
+        with closed_on_error(self.comm), ExitStack() as undo:
+            self.plan = plan_together(module, config, self.comm, given.probed)
+            self.storage = open_storage(self._storage_class, config, self.plan, self.comm)
+            undo.callback(self.storage.close)
+            self.worker = StepWorker(device)
+            undo.callback(self.worker.close)
+            self._end_checkpointing = apply_checkpointing(module, given.checkpointed_modules)
+            undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
-            self.schedule = Schedule(module, units, self.buckets, comm, config)
-            self.lockstep = Lockstep(self.schedule, comm)
+            self.schedule = Schedule(module, units, self.buckets, self.comm, config)
+            self.lockstep = Lockstep(self.schedule, self.comm)
             for bucket in self.buckets:
                 BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order).install()
             self._hooks = Hooks(module, self.buckets, self.schedule)
@@ -177,20 +160,13 @@ class Engine:
                 self.buckets,
                 self.schedule.reducer,
                 self.storage,
-                comm,
+                self.comm,
                 worker=self.worker if config.overlap_step else None,
-                check_and_probe=partial(
-                    self._check_and_probe, module=module, config=config, device=device
-                ),
+                check_and_probe=partial(look, module=module, config=config, device=device),
             )
-            for optimizer, found in probed:
+            for optimizer, found in given.probed:
                 self.optimizers.add(optimizer, found)
-        except BaseException as error:
-            comm.abort(error)  # other ranks may wait for this rank's next broadcast
-            self._end_checkpointing()
-            self.worker.close()
-            self.storage.close()
-            raise
+            undo.pop_all()
 
     def _wrap_parameters(self) -> tuple[list[Unit], list[Bucket]]:
         """Wraps the parameters, with their values, in layout order. Collective."""
@@ -200,8 +176,10 @@ class Engine:
         unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
         shared = BucketResources(self.comm, GradQueue(self.storage), self.worker)
         built: dict[int, Bucket] = {}
+        named = parameters_by_name(self.module)
         for index, filled in materialize(self.module, plans, self.device, self.comm):
-            built[index] = self._bucket(plans[index], unit_of[index], shared, filled)
+            parameters = [named[slot.name] for slot in plans[index].layout.slots]
+            built[index] = self._bucket(plans[index], parameters, unit_of[index], shared, filled)
             del filled  # it may be unsharded; the next one would need as much memory again
         clear_pending_values(self.module)
         buckets = [built[index] for index in range(len(plans))]
@@ -210,10 +188,13 @@ class Engine:
         return units, buckets
 
     def _bucket(
-        self, plan: BucketPlan, unit: Unit, shared: BucketResources, filled: FlatBuffer | None
+        self,
+        plan: BucketPlan,
+        parameters: list[nn.Parameter],
+        unit: Unit,
+        shared: BucketResources,
+        filled: FlatBuffer | None,
     ) -> Bucket:
-        named = parameters_by_name(self.module)
-        parameters = [named[slot.name] for slot in plan.layout.slots]
         bucket = Bucket(
             plan,
             parameters,
@@ -566,178 +547,3 @@ class Engine:
             self.comm.close()
         if failure is not None:
             raise failure
-
-
-# ---------------------------------------------------------------- how an engine begins
-
-
-def _begin_together(
-    module: nn.Module,
-    optimizers: Optimizer | Sequence[Optimizer],
-    config: ZeroConfig,
-    *,
-    device: torch.device | None,
-    open_comm: Callable[..., Communicator],
-    look: Callable[..., ProbeResult],
-) -> tuple[Communicator, torch.device, list[tuple[Optimizer, ProbeResult]], list[str], list[str]]:
-    """Checks the arguments of an engine and opens its groups if all ranks were given the same.
-
-    Collective: every rank, also a rank whose arguments cannot be used, so that no rank waits for
-    it.
-
-    Returns:
-        The engine's communicator, the device to compute on, the optimizers with their probe
-        results, the names of modules with activation checkpointing, and warnings for the user. All
-        but the device are the same on every rank.
-    """
-    group_size = config.group_size(local_world_size=local_world_size())
-    probed: list[tuple[Optimizer, ProbeResult]] = []
-    checkpointed_modules: list[str] = []
-    warned: list[str] = []
-    descriptions: dict[str, dict[str, str]] = {}
-    failure: Exception | None = None
-    try:
-        given = as_optimizers(optimizers)
-        warned = tie_shared(module, {p for optimizer in given for p in parameters_of(optimizer)})
-        warned += alias_texts(module)
-        device = _find_device(module, device)
-        warned += queue_warnings(device) if config.separates_gathers else []
-        warned += set_step_threads(device) if config.offload_optimizer is not None else []
-        check_can_materialize(module)
-        look = partial(look, module=module, config=config, device=device)
-        probed = [(optimizer, look(optimizer)) for optimizer in given]
-        checkpointed_modules = find_checkpointed(module, config.checkpointed_modules)
-        descriptions = {"the installed versions": describe_software()} | describe_module(
-            module, config
-        )
-        names = {parameter: name for name, parameter in parameters_by_name(module).items()}
-        for number, (optimizer, found) in enumerate(probed):
-            descriptions |= describe_optimizer(number, optimizer, found, names)
-        descriptions["ZeroConfig"] = describe_config(config)
-        descriptions["sharding_group_size"] = {
-            "number of ranks": str(group_size)
-        }  # also for "node"
-    except Exception as error:
-        if not has_world():
-            raise
-        failure = error
-
-    def check(control: GlooControlPlane) -> None:
-        with failing_together("begin", gather=control.gather_objects):
-            if failure is not None:
-                raise failure
-        compare(control, descriptions)
-
-    comm = open_comm(
-        device or torch.device("cpu"),
-        group_size=group_size,
-        separates_gathers=config.separates_gathers,
-        check=check,
-    )
-    assert device is not None, "else there is a failure, which `check` has raised"
-    return comm, device, probed, checkpointed_modules, warned
-
-
-def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
-    """The device to compute on: the one asked for, or the one of all parameters."""
-    devices: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        if has_placement(parameter) and partial_of(parameter) is None:
-            raise ValueError(
-                f"parameter {name} is held by another engine; one module trains under one strategy "
-                "at a time: call close() on the other engine, or let its fit end, first."
-            )
-        devices.setdefault(parameter.device, name)
-    if not devices:
-        raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
-            "layers in __init__, setup() or configure_model()."
-        )
-    on_meta = devices.pop(torch.device("meta"), None)
-    if device is None and not devices:
-        raise ValueError(
-            f"parameter {on_meta} is on the meta device, like all others; set the device to "
-            "compute on: Engine(..., device=...)."
-        )
-    if device is None and len(devices) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(
-            f"all parameters must be on one device, got {where}; call module.to(device)."
-        )
-    device = device or next(iter(devices))
-    index: int | None = device.index
-    if device.type == "cuda" and index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _plan_together(
-    module: nn.Module,
-    config: ZeroConfig,
-    comm: Communicator,
-    probed: Sequence[tuple[Optimizer, ProbeResult]],
-) -> Plan:
-    """Makes the plan; offload "auto" uses the least free memory of any rank. Collective."""
-    optimizer_of = {
-        parameter: index
-        for index, (optimizer, _) in enumerate(probed)
-        for parameter in parameters_of(optimizer)
-    }
-    _check_can_be_held(parameters_by_name(module))
-    return make_plan(
-        module,
-        config,
-        world_size=comm.mesh.num_shards,
-        optimizer_of=optimizer_of,
-        full_optimizers=[i for i, (_, found) in enumerate(probed) if not found.is_elementwise],
-        budgets=_measure_budgets(config, comm),
-    )
-
-
-def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
-    """Raises a ValueError for a parameter that cannot be part of a flat buffer."""
-    for name, parameter in named.items():
-        if parameter.layout is not torch.strided:
-            kind = f"layout {parameter.layout}"
-        elif parameter.is_floating_point() and parameter.element_size() == 1:
-            kind = f"dtype {parameter.dtype}"
-        else:
-            continue
-        raise ValueError(
-            f"parameter {name} has {kind}, which flat buffers do not support; if it is not "
-            "trained, make it a buffer: module.register_buffer(...). Else keep it dense, in at "
-            "least 16 bits."
-        )
-
-
-def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
-    """Memory that offload "auto" may use where the configuration sets none. Collective.
-
-    The same on every rank.
-    """
-    if not any(offload and offload.device == "auto" for offload in config.offloads):
-        return Budgets()
-    cpu = available_memory_bytes() // (2 * local_world_size())
-    free = torch.cuda.mem_get_info(comm.device)[0] // 2 if comm.device.type == "cuda" else 0
-    return Budgets(*comm.control.min_ints([free, cpu]))
-
-
-def _open_storage(
-    storage_class: type[Storage], config: ZeroConfig, plan: Plan, comm: Communicator
-) -> Storage:
-    """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
-    param, optimizer = config.offloads
-    with failing_together("allocate its shards", gather=comm.control.gather_objects):
-        storage = storage_class(
-            comm.device,
-            rank=comm.rank,
-            offload_param=param,
-            offload_optimizer=optimizer,
-            recorder=comm.recorder,
-        )
-        try:
-            storage.check_free_space(*nvme_bytes(plan), num_ranks=local_world_size())
-        except OSError:
-            storage.close()
-            raise
-        return storage

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import LBFGS, SGD, Adam
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction import building
+from lightning_zero.engine import beginning
 from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.support.fitting import make_trainer, settings
@@ -258,6 +260,25 @@ def test_an_error_of_one_rank_is_raised_on_the_others():
     assert "LBFGS" in own[0]
     assert "(13, 17)" in own[1]
     assert "optimizers must be a torch.optim.Optimizer or a list of them, got str" in own[2]
+
+
+def _cannot_plan(*args, **kwargs):
+    raise RuntimeError("no plan on this rank")
+
+
+def _one_cannot_plan(rank, world_size):
+    before = len(dist.distributed_c10d._world.pg_map)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(beginning, "make_plan", _cannot_plan)
+        with pytest.raises(RuntimeError, match="no plan on this rank"):
+            Engine(layers(4, 8, 4))
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    _train(layers(4, 8, 4), 3)
+
+
+def test_an_error_after_the_groups_were_opened_closes_them_and_reaches_the_others():
+    run_ranks(2, _one_cannot_plan)
 
 
 def _build_with_allowed_differences(rank, world_size):

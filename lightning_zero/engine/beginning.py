@@ -1,0 +1,253 @@
+"""How an engine begins: its arguments are checked, compared between the ranks, and planned with.
+
+A rank whose arguments cannot be used takes part in the comparison, so that no rank waits for it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.comm.backends import queue_warnings
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.consistency import compare
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.construction.materialize import check_can_materialize
+from lightning_zero.core.recompute import find_checkpointed
+from lightning_zero.engine.consistency import (
+    describe_config,
+    describe_module,
+    describe_optimizer,
+    describe_software,
+)
+from lightning_zero.engine.optimizers import as_optimizers
+from lightning_zero.health.together import failing_together
+from lightning_zero.health.world import has_world
+from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.names import parameters_by_name
+from lightning_zero.layout.offload import Budgets
+from lightning_zero.layout.plan import Plan, make_plan, nvme_bytes
+from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.probe import ProbeResult
+from lightning_zero.tensors.guarded import has_placement
+from lightning_zero.tensors.partial import partial_of
+from lightning_zero.tensors.ties import alias_texts, tie_shared
+from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
+from lightning_zero.tiers.storage import Storage
+from lightning_zero.tiers.threads import set_step_threads
+
+__all__ = ["Arguments", "closed_on_error", "open_storage", "open_together", "plan_together"]
+
+
+@dataclass
+class Arguments:
+    """Arguments of an engine that this rank has checked.
+
+    Attributes:
+        device: Device to compute on.
+        probed: The optimizers, with their probe results.
+        checkpointed_modules: Names of modules with activation checkpointing.
+        warned: Warnings for the user.
+        descriptions: What must be the same on every rank, as texts.
+    """
+
+    device: torch.device
+    probed: list[tuple[Optimizer, ProbeResult]]
+    checkpointed_modules: list[str]
+    warned: list[str]
+    descriptions: dict[str, dict[str, str]] = field(default_factory=dict)
+
+
+def open_together(
+    module: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    config: ZeroConfig,
+    *,
+    device: torch.device | None,
+    open_comm: Callable[..., Communicator],
+    look: Callable[..., ProbeResult],
+) -> tuple[Communicator, Arguments]:
+    """Opens the groups of an engine if all ranks were given the same arguments. Collective.
+
+    `look`: the probe of an optimizer.
+    """
+    group_size = config.group_size(local_world_size=local_world_size())
+    given: Arguments | None = None
+    failure: Exception | None = None
+    try:
+        given = _check(module, optimizers, config, device, look)
+    except Exception as error:
+        if not has_world():
+            raise
+        failure = error
+
+    def check(control: GlooControlPlane) -> None:
+        with failing_together("begin", gather=control.gather_objects):
+            if failure is not None:
+                raise failure
+        assert given is not None
+        of_groups = {"number of ranks": str(group_size)}  # also for "node"
+        compare(control, given.descriptions | {"sharding_group_size": of_groups})
+
+    comm = open_comm(
+        torch.device("cpu") if given is None else given.device,
+        group_size=group_size,
+        separates_gathers=config.separates_gathers,
+        check=check,
+    )
+    assert given is not None, "else there is a failure, which `check` has raised"
+    for text in given.warned if comm.rank == 0 else ():
+        warnings.warn(text, stacklevel=3)
+    return comm, given
+
+
+def _check(
+    module: nn.Module,
+    optimizers: Optimizer | Sequence[Optimizer],
+    config: ZeroConfig,
+    device: torch.device | None,
+    look: Callable[..., ProbeResult],
+) -> Arguments:
+    """Checks the arguments of an engine. Local."""
+    opts = as_optimizers(optimizers)
+    warned = tie_shared(module, {p for optimizer in opts for p in parameters_of(optimizer)})
+    warned += alias_texts(module)
+    device = _find_device(module, device)
+    warned += queue_warnings(device) if config.separates_gathers else []
+    warned += set_step_threads(device) if config.offload_optimizer is not None else []
+    check_can_materialize(module)
+    _check_can_be_held(parameters_by_name(module))
+    look = partial(look, module=module, config=config, device=device)
+    probed = [(optimizer, look(optimizer)) for optimizer in opts]
+    given = Arguments(
+        device, probed, find_checkpointed(module, config.checkpointed_modules), warned
+    )
+    given.descriptions |= {"the installed versions": describe_software()}
+    given.descriptions |= describe_module(module, config)
+    names = {parameter: name for name, parameter in parameters_by_name(module).items()}
+    for number, (optimizer, found) in enumerate(probed):
+        given.descriptions |= describe_optimizer(number, optimizer, found, names)
+    given.descriptions["ZeroConfig"] = describe_config(config)
+    return given
+
+
+@contextmanager
+def closed_on_error(comm: Communicator) -> Generator[None, None, None]:
+    """Ends `comm` if the block raises: other ranks may wait for this rank's next collective."""
+    try:
+        yield
+    except BaseException as error:
+        comm.abort(error)
+        comm.close()
+        raise
+
+
+def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
+    """The device to compute on: the one asked for, or the one of all parameters."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        if has_placement(parameter) and partial_of(parameter) is None:
+            raise ValueError(
+                f"parameter {name} is held by another engine; one module trains under one strategy "
+                "at a time: call close() on the other engine, or let its fit end, first."
+            )
+        devices.setdefault(parameter.device, name)
+    if not devices:
+        raise ValueError(
+            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
+            "layers in __init__, setup() or configure_model()."
+        )
+    on_meta = devices.pop(torch.device("meta"), None)
+    if device is None and not devices:
+        raise ValueError(
+            f"parameter {on_meta} is on the meta device, like all others; set the device to "
+            "compute on: Engine(..., device=...)."
+        )
+    if device is None and len(devices) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ValueError(
+            f"all parameters must be on one device, got {where}; call module.to(device)."
+        )
+    device = device or next(iter(devices))
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_can_be_held(named: Mapping[str, nn.Parameter]) -> None:
+    """Raises a ValueError for a parameter that cannot be part of a flat buffer."""
+    for name, parameter in named.items():
+        if parameter.layout is not torch.strided:
+            kind = f"layout {parameter.layout}"
+        elif parameter.is_floating_point() and parameter.element_size() == 1:
+            kind = f"dtype {parameter.dtype}"
+        else:
+            continue
+        raise ValueError(
+            f"parameter {name} has {kind}, which flat buffers do not support; if it is not "
+            "trained, make it a buffer: module.register_buffer(...). Else keep it dense, in at "
+            "least 16 bits."
+        )
+
+
+def plan_together(
+    module: nn.Module,
+    config: ZeroConfig,
+    comm: Communicator,
+    probed: Sequence[tuple[Optimizer, ProbeResult]],
+) -> Plan:
+    """Makes the plan; offload "auto" uses the least free memory of any rank. Collective."""
+    optimizer_of = {
+        parameter: index
+        for index, (optimizer, _) in enumerate(probed)
+        for parameter in parameters_of(optimizer)
+    }
+    return make_plan(
+        module,
+        config,
+        world_size=comm.mesh.num_shards,
+        optimizer_of=optimizer_of,
+        full_optimizers=[i for i, (_, found) in enumerate(probed) if not found.is_elementwise],
+        budgets=_measure_budgets(config, comm),
+    )
+
+
+def _measure_budgets(config: ZeroConfig, comm: Communicator) -> Budgets:
+    """Memory that offload "auto" may use where the configuration sets none. Collective.
+
+    The same on every rank.
+    """
+    if not any(offload and offload.device == "auto" for offload in config.offloads):
+        return Budgets()
+    cpu = available_memory_bytes() // (2 * local_world_size())
+    free = torch.cuda.mem_get_info(comm.device)[0] // 2 if comm.device.type == "cuda" else 0
+    return Budgets(*comm.control.min_ints([free, cpu]))
+
+
+def open_storage(
+    storage_class: type[Storage], config: ZeroConfig, plan: Plan, comm: Communicator
+) -> Storage:
+    """Opens the storage of shards; an OSError if the disk of any rank is too small. Collective."""
+    param, optimizer = config.offloads
+    with failing_together("allocate its shards", gather=comm.control.gather_objects):
+        storage = storage_class(
+            comm.device,
+            rank=comm.rank,
+            offload_param=param,
+            offload_optimizer=optimizer,
+            recorder=comm.recorder,
+        )
+        try:
+            storage.check_free_space(*nvme_bytes(plan), num_ranks=local_world_size())
+        except OSError:
+            storage.close()
+            raise
+        return storage
