@@ -67,7 +67,7 @@ class Masters:
 
     def _store(self) -> ShardStore:
         self._shards.storage.state_offload.check(
-            State.PARAM if self._shards.own_master is None else State.OPTIM
+            State.PARAM if self._shards.separate_master is None else State.OPTIM
         )
         self._bucket.wait_for_all_steps()
         self._bucket.wait_for_unshard()
@@ -106,7 +106,7 @@ class Masters:
         self._shards.storage.state_offload.check(State.PARAM)
         bucket.wait_for_unshard()
         bucket.sync_writes()
-        if self._shards.own_master is None and bucket.is_unsharded:
+        if self._shards.separate_master is None and bucket.is_unsharded:
             return bucket.unsharded_params.views
         return self.all_gather().views
 

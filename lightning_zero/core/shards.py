@@ -74,7 +74,7 @@ class Shards:
         # Whether an all-gather first copies the shard to the device.
         self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
-        self.has_own_master = plan.has_own_master
+        self.has_separate_master = plan.has_separate_master
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
         self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
         self.all_gather_input: ShardStore | None = None
@@ -121,7 +121,7 @@ class Shards:
         Users may assign `old` back. Its values are rounded from the current master, which is then
         restored.
         """
-        store = self._separate_master
+        store = self._master_of_replicated
         if store is not None:
             held = StorageWeakRef(old.untyped_storage())
             self._previous_master = held, store.fetch(0, store.numel).clone()
@@ -144,7 +144,7 @@ class Shards:
             self.all_gather_input = self.param_shard = param
             if isinstance(param, FileShardStore):
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
-        if not self.has_own_master:
+        if not self.has_separate_master:
             self.master = self.param_shard
 
     def ensure_master(self) -> ShardStore:
@@ -156,7 +156,7 @@ class Shards:
         return self.master
 
     @property
-    def own_master(self) -> ShardStore | None:
+    def separate_master(self) -> ShardStore | None:
         """The master, if it is a tensor other than the parameters."""
         return None if self.master is self.param_shard else self.master
 
@@ -201,7 +201,7 @@ class Shards:
 
     def _write(self, start: int, values: Tensor) -> None:
         self.master_or_param.write(start, values)
-        if self.own_master is not None:
+        if self.separate_master is not None:
             self.param_shard.write(start, values)
 
     def keep_states_in_files(self, is_kept: bool) -> None:
@@ -222,7 +222,7 @@ class Shards:
 
     def cast_master(self) -> None:
         """Rounds the master to the parameter dtype, if it is a tensor of its own."""
-        master = self.own_master
+        master = self.separate_master
         if master is None:
             return
         self.stop_reading()
@@ -252,9 +252,9 @@ class Shards:
     # ---------------------------------------------------------------- writes by the user
 
     @property
-    def _separate_master(self) -> ShardStore | None:
+    def _master_of_replicated(self) -> ShardStore | None:
         """The master, if it is a tensor other than replicated parameters."""
-        return self.own_master if self.all_gather_input is None else None
+        return self.separate_master if self.all_gather_input is None else None
 
     def sync_writes(self) -> None:
         """Copies in-place writes to replicated parameters into the master, if it is another tensor.
@@ -262,7 +262,7 @@ class Shards:
         Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the unsharded
         parameters. Elements that are still the rounded master leave the master as it is.
         """
-        store = self._separate_master
+        store = self._master_of_replicated
         if store is None:
             return
         own = self.own_slice  # not before: on CUDA, freed memory has no slices
@@ -305,7 +305,7 @@ class Shards:
         not read the master.
         """
         self.num_writes += 1
-        store = self._separate_master
+        store = self._master_of_replicated
         if store is not None and self.storage.is_offloaded(store.tier):
             self._detector = WriteDetector()
             self._detector.watch_values([self.own_slice])
@@ -352,7 +352,7 @@ class Shards:
         """
         if self.all_gather_input is not None:
             yield self.plan.tiers.param, State.PARAM, self.all_gather_input
-        if self.own_master is not None:
-            yield self.plan.tiers.optim, State.OPTIM, self.own_master
+        if self.separate_master is not None:
+            yield self.plan.tiers.optim, State.OPTIM, self.separate_master
         for store in self.state_stores.values():
             yield Tier.NVME, State.OPTIM, store

@@ -137,7 +137,7 @@ def _parameter_fingerprints(bucket: Bucket) -> Iterator[tuple[Key, int]]:
     shards, shard = bucket.shards, _shard_of(bucket)
     if shard is None and not bucket.replicates_optim:
         return  # these shards exist once
-    stores: dict[str, ShardStore | None] = {"main parameter": shards.own_master}
+    stores: dict[str, ShardStore | None] = {"main parameter": shards.separate_master}
     if bucket.shards_params:
         stores["shard of parameter"] = shards.param_shard
     for kind, store in stores.items():

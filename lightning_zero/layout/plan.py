@@ -48,14 +48,14 @@ class BucketPlan:
     tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
 
     @property
-    def has_own_master(self) -> bool:
+    def has_separate_master(self) -> bool:
         """Whether main parameters are a separate tensor, in another dtype."""
         return self.master_dtype != self.dtype
 
     @property
     def begins_with_master(self) -> bool:
         """Whether separate main parameters exist from the start."""
-        return self.has_own_master and (self.is_trainable or self.loses_bits)
+        return self.has_separate_master and (self.is_trainable or self.loses_bits)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
     # A frozen bucket may be unfrozen, so it counts.
     is_stepped = bucket.stage.has_shard(State.OPTIM)
-    num_states = 3 if bucket.has_own_master else 2
+    num_states = 3 if bucket.has_separate_master else 2
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
         optim=numel * bucket.master_dtype.itemsize * num_states if is_stepped else 0,

@@ -98,7 +98,7 @@ def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     if bucket.plan.layout.has_tensor_owners:
         return {}  # a chunk could end within a tensor, so the shard is read and written at once
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
-    if bucket.shards.has_own_master:
+    if bucket.shards.has_separate_master:
         stores[PARAM] = bucket.shards.param_shard
     stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
     return {name: store for name, store in stores.items() if isinstance(store, FileShardStore)}
@@ -211,7 +211,7 @@ class ChunkStep:
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER not in self._memory:
             storage.upload(self._master, self._store, start, self._name)
-        if shards.has_own_master:
+        if shards.has_separate_master:
             if PARAM in self._memory:
                 self._memory[PARAM].copy_(self._master)
             else:

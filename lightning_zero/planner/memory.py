@@ -258,7 +258,7 @@ class MemoryEstimator:
         param = padded_bytes(numel, bucket.dtype)
         master = padded_bytes(numel, bucket.master_dtype)
         grad = padded_bytes(numel, self.plan.grad_dtype(bucket))
-        if bucket.has_own_master:
+        if bucket.has_separate_master:
             if bucket.tiers.optim is Tier.NVME:
                 files.append((True, True, master))
             if param_in_file:
