@@ -8,6 +8,8 @@ which parameters have gradients on any rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -45,7 +47,9 @@ class Reducer:
         self._buckets = list(buckets)  # in layout order
         self._order = order
         self._comm = comm
-        self._config = config
+        self._overlaps = config.overlap_comm
+        self._reduces_every_backward = config.states.reduces_every_backward
+        self._state_offload = buckets[0].shards.storage.state_offload
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         self.guard = NonfiniteGuard(buckets, comm, config)
         self._has_nonfinite = False  # on any rank, in this backward
@@ -75,7 +79,7 @@ class Reducer:
     @property
     def reduces(self) -> bool:
         """Whether the backward ends in reductions."""
-        return self.ends_step or self._config.states.reduces_every_backward
+        return self.ends_step or self._reduces_every_backward
 
     def trainable(self) -> Trainable:
         """`requires_grad` of every parameter, in layout order."""
@@ -84,8 +88,8 @@ class Reducer:
 
     # ---------------------------------------------------------------- one backward
 
-    def begin(self, trainable: Trainable) -> None:
-        """Before a backward: detaches reduced gradients from `.grad`. Local."""
+    def begin_backward(self, trainable: Trainable) -> None:
+        """Detaches reduced gradients from `.grad`. Local."""
         self._is_in_backward = True
         self._completed = []
         self._trainable = trainable
@@ -115,13 +119,16 @@ class Reducer:
                 for parameter in bucket.parameters:
                     parameter.grad = None
 
-    def begin_pass(self, *, ends_step: bool) -> None:
+    def set_ends_step(self, ends_step: bool) -> None:
         """Notes whether the next backward is of the last micro-batch. Local."""
         self.ends_step = ends_step
 
+    def note_last_pass(self) -> None:
+        """Before a backward, and before it begins a pass: notes the pass that precedes it."""
+        self._last_pass = self._order.last_pass
+
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
-        self._last_pass = self._order.last_pass
         touched = self._last_touched(trainable)
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
 
@@ -129,14 +136,14 @@ class Reducer:
         last = self._touched.get((trainable, self._last_pass))
         return last or self._touched.get((trainable, 0))
 
-    def complete(self, bucket: Bucket) -> None:
+    def mark_ready(self, bucket: Bucket) -> None:
         """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
         self._completed.append(bucket)
         if self.reduces:
             self._order.mark_ready(self._numbers[bucket])
 
-    def end(self) -> None:
-        """After a backward: completes the means, or sets `.grad` to local gradients. Collective."""
+    def finalize_backward(self) -> None:
+        """Completes the means, or sets `.grad` to local gradients. Collective."""
         if self.reduces:
             if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
@@ -177,42 +184,48 @@ class Reducer:
         if self._is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:
-            bucket.grads.reduce_zeros(averages=self.ends_step and self._config.overlap_comm)
+            bucket.grads.reduce_zeros(averages=self.ends_step and self._overlaps)
             self._reduced.add(bucket)
 
     def _reduce(self, bucket: Bucket, *, is_looked_at: bool) -> None:
-        self.finish()
+        self.wait_for_reduction()
         local = bucket.grads.local_grads()
         if not is_looked_at:
             self.guard.look(bucket, local, precedes_reduction=True)
         bucket.grads.reduce(local)
         self._reduced.add(bucket)
         self.in_flight = bucket
-        if not self._config.overlap_comm:
-            self.finish()
+        if not self._overlaps:
+            self.wait_for_reduction()
 
-    def finish(self) -> None:
+    def wait_for_reduction(self) -> None:
         """Waits for the reduction in flight."""
         if self.in_flight is None:
             return
         self.in_flight.grads.wait_for_reduction()
-        if self.ends_step and self._config.overlap_comm:
+        if self.ends_step and self._overlaps:
             self.in_flight.grads.issue_average()
         self.in_flight = None
 
     # ---------------------------------------------------------------- end of backward, and step
 
-    def _mask(self) -> bytes:
-        """This rank's flags: late gradients and partial means, by bucket; gradients, by slot.
-
-        The last ones are those of the guard.
-        """
+    def _own_flags(self) -> bytes:
+        """This rank's flags for the round at the end of a backward."""
         self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
-        late = [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets]
-        partial = [bucket.grads.is_partial for bucket in buckets]
-        own = [t for bucket in buckets for t in bucket.grads.is_touched]
-        return bytes([*late, *partial, *own, *self.guard.flags(ends_step=self.ends_step)])
+        return _Flags(
+            [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets],
+            [bucket.grads.is_partial for bucket in buckets],
+            [list(bucket.grads.is_touched) for bucket in buckets],
+            self.guard.flags(ends_step=self.ends_step),
+        ).pack()
+
+    def _exchange_flags(self) -> _Flags:
+        """Ends the backward with a round, and returns the flags of any rank. Collective."""
+        packed = self._order.finalize_backward(self._own_flags, self.wait_for_reduction)
+        flags = _Flags.unpack(packed, [len(bucket.parameters) for bucket in self._buckets])
+        self._has_nonfinite = self.guard.receive_flags(flags.of_guard)
+        return flags
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
@@ -220,33 +233,24 @@ class Reducer:
         Collective. `completes`: also averages over replicas; no further micro-batch will follow.
         """
         buckets = self._buckets
-        mask = [bool(flag) for flag in self._order.finalize_backward(self._mask, self.finish)]
-        is_late = dict(zip(buckets, mask, strict=False))
-        is_partial = dict(zip(buckets, mask[len(buckets) :], strict=False))
-        touched: dict[Bucket, list[bool]] = {}
-        start = 2 * len(buckets)
-        for bucket in buckets:
-            stop = start + len(bucket.parameters)
-            touched[bucket], start = mask[start:stop], stop
-        self._receive_guard_flags(mask)
+        flags = self._exchange_flags()
+        is_late = dict(zip(buckets, flags.is_late, strict=True))
+        is_partial = dict(zip(buckets, flags.is_partial, strict=True))
+        touched = dict(zip(buckets, flags.is_touched, strict=True))
         reduced = set(self._reduced)
         remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
         remaining += [bucket for bucket in self._sequence if is_late[bucket]]
         is_next = self._agree_on_sequence()
         self._order.conclude_backward(is_complete=is_next and not remaining)
         for bucket in remaining:
-            self._reduce(bucket, is_looked_at=True)  # in `_mask`
-        self.finish()
+            self._reduce(bucket, is_looked_at=True)  # in `_own_flags`
+        self.wait_for_reduction()
         for bucket in self._sequence:
             if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):
                 bucket.grads.average()
         for bucket in buckets:
             bucket.grads.publish(touched[bucket])
         return touched
-
-    def _receive_guard_flags(self, mask: Sequence[bool]) -> None:
-        start = sum(2 + len(bucket.parameters) for bucket in self._buckets)
-        self._has_nonfinite = self.guard.receive_flags(mask[start : start + 2])
 
     def report_nonfinite(self) -> None:
         """Reports non-finite gradients, if any rank has found one in this backward. Collective."""
@@ -270,8 +274,7 @@ class Reducer:
 
     def before_step(self) -> None:
         """Before an optimizer's step: completes the means. Collective."""
-        for bucket in self._buckets[:1]:
-            bucket.shards.storage.state_offload.check()
+        self._state_offload.check()
         self.reduce_local()
         # Other ranks may still all-gather the parameters that the step changes.
         self._order.close_pass("a step of the optimizer")
@@ -283,7 +286,7 @@ class Reducer:
         if not self.is_mid_step:
             return
         self.ends_step = True
-        if not self._config.states.reduces_every_backward:
+        if not self._reduces_every_backward:
             for bucket in self._buckets:
                 # so that zeroed gradients are not reduced
                 bucket.grads.prepare(outlives_backward=False)
@@ -291,14 +294,43 @@ class Reducer:
             self._reduce_remaining(completes=True)
             self._comm.free_scratch()
         elif self._comm.mesh.num_replicas > 1 or self.guard.decides:
-            mask = self._order.finalize_backward(self._mask, self.finish)
+            flags = self._exchange_flags()
             self._order.conclude_backward(is_complete=True)
-            for bucket, is_partial in zip(self._buckets, mask[len(self._buckets) :], strict=False):
+            for bucket, is_partial in zip(self._buckets, flags.is_partial, strict=True):
                 if is_partial:
                     bucket.grads.average()
-            self._receive_guard_flags([bool(flag) for flag in mask])
         self.is_mid_step = False
         self.report_nonfinite()
+
+
+@dataclass(frozen=True)
+class _Flags:
+    """What ranks exchange at the end of a backward; after the round, of any rank.
+
+    Attributes:
+        is_late: By bucket: gradients have come after its reduction.
+        is_partial: By bucket: its mean is one over the shard group only.
+        is_touched: By bucket and slot: there is a gradient.
+        of_guard: Two flags of `NonfiniteGuard`.
+    """
+
+    is_late: Sequence[bool]
+    is_partial: Sequence[bool]
+    is_touched: Sequence[list[bool]]
+    of_guard: Sequence[bool]
+
+    def pack(self) -> bytes:
+        """One byte per flag, in the order of the attributes."""
+        touched = [flag for slots in self.is_touched for flag in slots]
+        return bytes([*self.is_late, *self.is_partial, *touched, *self.of_guard])
+
+    @classmethod
+    def unpack(cls, packed: bytes, num_slots: Sequence[int]) -> _Flags:
+        """The flags at the beginning of `packed`, which rounds pad; `num_slots`: of each bucket."""
+        flags = iter([bool(flag) for flag in packed])
+        late, partial = (list(islice(flags, len(num_slots))) for _ in range(2))
+        touched = [list(islice(flags, num)) for num in num_slots]
+        return cls(late, partial, touched, list(islice(flags, 2)))
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

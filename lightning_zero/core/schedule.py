@@ -168,6 +168,7 @@ class Schedule:
         self._comm = comm
         self._recorder = comm.recorder
         self._config = config
+        self._state_offload = buckets[0].shards.storage.state_offload
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._retain_graph = False  # the backward in progress keeps its graph
         self._has_forward = False  # one with gradients, since the last backward
@@ -247,7 +248,8 @@ class Schedule:
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
-        self.reducer.begin_pass(ends_step=not self.is_accumulating)
+        self._state_offload.check(State.PARAM)
+        self.reducer.set_ends_step(not self.is_accumulating)
         if self.order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
@@ -279,9 +281,8 @@ class Schedule:
         """The other collectives before the first forward after a step. Collective."""
         if copies_buffers and self.shared.is_due:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
-            for bucket in self._buckets[:1]:
-                bucket.wait_for_all_steps()  # its all-gathers come before the next collective
-        self._check_on_device(State.PARAM)
+            self._buckets[0].wait_for_all_steps()  # its all-gathers come before the next collective
+        self._state_offload.check(State.PARAM)
         for bucket in self._buckets:
             if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
                 # A worker must not all-gather while units do: the order would differ between ranks.
@@ -292,11 +293,6 @@ class Schedule:
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()
-
-    def _check_on_device(self, *states: State) -> None:
-        """Raises if the user has offloaded one of `states`; see tiers/state_offload.py."""
-        for bucket in self._buckets[:1]:
-            bucket.shards.storage.state_offload.check(*states)
 
     def _intercept_collectives(self) -> None:
         """Intercepts collectives until `close`. See [Note: Collectives of the user]."""
@@ -343,7 +339,6 @@ class Schedule:
 
     def pre_forward(self, unit: Unit) -> None:
         """Unshards `unit` before its module's forward."""
-        self._check_on_device(State.PARAM)
         self._last_used = unit.name
         self.unsharder.unshard(unit)
         unit.note_graph()
@@ -422,18 +417,19 @@ class Schedule:
 
     def _begin_backward(self, reduces: bool) -> None:
         """Begins the pass of a backward and unshards the root. Collective."""
-        self._check_on_device(State.PARAM, State.GRAD)
+        self._state_offload.check(State.PARAM, State.GRAD)
         if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
-        self.reducer.begin_pass(ends_step=reduces)
+        self.reducer.set_ends_step(reduces)
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
             if self.unsharder.is_needed:
                 self.order.wait_for_begin()
+            self.reducer.note_last_pass()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
-        self.reducer.begin(trainable)
+        self.reducer.begin_backward(trainable)
         self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
 
@@ -476,18 +472,18 @@ class Schedule:
                 "engine.backward(loss), or by self.manual_backward(loss) in Lightning."
             )
         if self.reducer.in_flight is bucket:
-            self.reducer.finish()  # a second gradient, after the first was sent
+            self.reducer.wait_for_reduction()  # a second gradient, after the first was sent
         if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.is_backward_done:
                 self._recorder.end_layer(Kind.BACKWARD, unit.name)
                 self._reshard_after_backward(unit)
-            self.reducer.complete(bucket)
+            self.reducer.mark_ready(bucket)
 
     def _finalize_backward(self) -> None:
         """Completes the reductions and reshards all units. Collective."""
-        self.reducer.end()
-        self.unsharder.reset()
+        self.reducer.finalize_backward()
+        self.unsharder.end_backward()
         for unit in self.units:
             unit.end_graphs(is_retained=self._retain_graph)
         self.unsharder.reshard_all()
@@ -535,7 +531,7 @@ class Schedule:
                 except Exception as error:
                     errors.append(error)
             self.order.reset()
-        self.unsharder.reset()
+        self.unsharder.end_backward()
         for bucket in self._buckets:
             errors += bucket.reset(has_regrouped=has_regrouped)
         self.reducer.reset(has_regrouped=has_regrouped)

@@ -318,7 +318,7 @@ class Unsharder:
             if unit.num_unsharded:
                 unit.reshard()
 
-    def reset(self) -> None:
+    def end_backward(self) -> None:
         """Forgets the backward in progress, which has ended or never will. Local."""
         self._is_backward = False
         self._unclaimed.clear()
