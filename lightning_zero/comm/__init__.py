@@ -15,11 +15,16 @@ Imports record, layout, tensors and health.
 
 Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:
 
-    in work after which all ranks meet  by `health.together.run_on_all_ranks`, which names the rank
-    anywhere else                       by `Watchdog.abort`: the watchdogs end their waits. Under a
-                                        Trainer they continue after `Communicator.regroup` if they
-                                        can (`_can_communicate` in strategy/engine_strategy.py)
+    in work after which all ranks meet  a `PeerFailedError`, by `health.together.run_on_all_ranks`
+    in a Trainer's fit                  a `PeerAbortedError`: `_can_communicate` in
+                                        strategy/engine_strategy.py calls `Communicator.regroup`,
+                                        and its `Watchdog.abort` ends the waits of all ranks
+    in another loop                     a `PeerFailedError` in uneven calls (`Lockstep`), else a
+                                        `PeerAbortedError` when the script of the rank ends
 
-Ranks that are in the middle of a pass issue the rest of its schedule before they learn of it:
+Where all ranks regroup in time, a checkpoint can be saved, the module gets its full tensors, and
+fit or validate may follow. Where they do not, shards are lost: nothing is saved, and using a
+sharded parameter is an error (`Schedule.mark_lost`). Without a Trainer, ranks do not regroup. Ranks
+that are in the middle of a pass issue the rest of its schedule before they learn of a failure:
 `CollectiveOrder.flush_schedule` and `report_failure`.
 """

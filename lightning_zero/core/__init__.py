@@ -30,11 +30,12 @@ Imports record, layout, tensors, health, comm and tiers.
 
 Begin with the note at the top of core/order.py, then read `schedule` and `bucket`.
 
-The collective order alone decides when an all-gather is issued. A hook reports the use of a unit to
-`Schedule.pre_forward` or `pre_backward`, these to the `Unsharder`, which requests the unit
-(`CollectiveOrder.request_unshard`) or prefetches the next ones (`prefetch`). The order calls
-`Schedule.issue_unshard` in its turn: that of the recorded schedule, or, while there is none, after
-a control-plane round of all ranks.
+The collective order decides which all-gather comes next, and `Unsharder.prefetch` how early. A hook
+reports the use of a unit to `Schedule.pre_forward` or `pre_backward`, these to the `Unsharder`,
+which requests the unit (`CollectiveOrder.request_unshard`) or prefetches the next ones, as far as
+`prefetch_bucket_size` and `max_live_parameters` allow. The order calls `Schedule.issue_unshard` in
+its turn: that of the recorded schedule, the log of an earlier pass, which all ranks have adopted in
+the same round; or, while there is none, after a control-plane round of all ranks.
 
 A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its
 bucket is complete. Then `reducer` marks the bucket as ready in the collective order

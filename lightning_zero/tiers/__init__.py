@@ -11,9 +11,11 @@ Imports record, layout and tensors.
     memory        page-aligned, pinned buffers, and the available CPU memory
     threads       threads of a CPU that steps offloaded shards
 
-Begin with `storage`. A new tier for optimizer state needs: a `Tier` in layout/offload.py, which
-decides what is stored in it; one more class in the union `ShardStore`, made by `Storage`; if the
-tier is not memory, a way into and out of buffers in optim/chunks.py, and a case in
-engine/optimizers.py and in `Shards.stores`, which name NVMe; and its bytes in engine/counting.py
-and planner/memory.py.
+Begin with `storage`. In layout/offload.py `OffloadConfig` has the user's word for a tier, and
+`assign_tiers` chooses the tier of each bucket. A new tier for optimizer states needs: a `Tier`
+there; one more class in the union `ShardStore`, made by `Storage`, with `tier`, `numel`, `dtype`,
+`nbytes`, `fetch`, `write` and `view`; if the tier is not memory, a way into and out of buffers in
+optim/chunks.py, and a case in engine/optimizers.py and in `Shards.stores`, which name NVMe; and its
+bytes in engine/counting.py and planner/memory.py. For parameters it needs a way into the
+all-gather, too (`Shards.all_gather_source`), and for gradients `OffloadedGrad`.
 """
