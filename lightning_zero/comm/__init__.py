@@ -15,7 +15,8 @@ Imports record, layout, tensors and health.
 
 Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:
 
-    in work after which all ranks meet  a `PeerFailedError`, by `health.together.run_on_all_ranks`
+    in work after which all ranks meet  its error, with a cause that names the rank, by
+                                        `health.together.run_on_all_ranks`
     in a Trainer's fit                  a `PeerAbortedError`: `_can_communicate` in
                                         strategy/engine_strategy.py calls `Communicator.regroup`,
                                         and its `Watchdog.abort` ends the waits of all ranks
