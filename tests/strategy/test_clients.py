@@ -45,6 +45,7 @@ def torchvision():
     "pytorch_tabular, segmentation_models_pytorch",
     stages=(1, 3),
 )
+@pytest.mark.timeout(900)
 @pytest.mark.usefixtures("torchvision")
 @pytest.mark.parametrize("script", CASES)
 def test_a_library_trains_unchanged_to_the_loss_and_parameters_of_ddp(script, tmp_path):
