@@ -2,31 +2,32 @@
 
 Imports record, layout, tensors, health, comm and tiers.
 
-    schedule      `Schedule`: the moments of a step, called by the hooks; `SharedBuffers`
-    order         `CollectiveOrder`: which collective comes next, on all ranks
-    passes        one pass, and the schedules recorded from passes
-    unit          `Unit`: buckets that are unsharded together; `Unsharder`
-    reducer       `Reducer`: which buckets a backward reduces, and the means at its end
-    hooks         hooks of modules and autograd, which call the schedule
-    bucket        `Bucket`: parameters that are communicated together, and what happens when
-    wrapping      parameters as a bucket wraps and unwraps them
-    shards        stores of a bucket's shards on this rank
-    masters       a bucket's elements in full precision: loaded, stored, gathered
-    held_views    views of unsharded parameters that users and graphs hold
-    user_writes   values that users write to parameters, or set as `.data`
-    joint_step    a step of all slots of a bucket at once
-    gradients     gradients of a bucket, from autograd's tensors to the main gradient
-    param_grads   `.grad` of a bucket's parameters
-    compiling     hides gradients while torch.compile traces a graph
-    bucket_access what a parameter calls when code outside of the engine uses it
-    guard         finds non-finite gradients before they are reduced, and reports them
-    norm          norms of sharded gradients, and clipping
-    access        `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
-    writes        detection of writes to parameters
-    lockstep      a number of forwards that differs between ranks
-    recompute     activation checkpointing
-    mixed_dtypes  explanation of errors that follow from the cast to `param_dtype`
-    step_worker   the thread that steps while the next forward runs
+    schedule       `Schedule`: the moments of a step, called by the hooks
+    shared_buffers buffers that every rank copies from rank 0
+    order          `CollectiveOrder`: which collective comes next, on all ranks
+    passes         one pass, and the schedules recorded from passes
+    unit           `Unit`: buckets that are unsharded together; `Unsharder`
+    reducer        `Reducer`: which buckets a backward reduces, and the means at its end
+    hooks          hooks of modules and autograd, which call the schedule
+    bucket         `Bucket`: parameters that are communicated together, and what happens when
+    wrapping       parameters as a bucket wraps and unwraps them
+    shards         stores of a bucket's shards on this rank
+    masters        a bucket's elements in full precision: loaded, stored, gathered
+    held_views     views of unsharded parameters that users and graphs hold
+    user_writes    values that users write to parameters, or set as `.data`
+    joint_step     a step of all slots of a bucket at once
+    gradients      gradients of a bucket, from autograd's tensors to the main gradient
+    param_grads    `.grad` of a bucket's parameters
+    compiling      hides gradients while torch.compile traces a graph
+    bucket_access  what a parameter calls when code outside of the engine uses it
+    guard          finds non-finite gradients before they are reduced, and reports them
+    norm           norms of sharded gradients, and clipping
+    access         `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
+    writes         detection of writes to parameters
+    lockstep       a number of forwards that differs between ranks
+    recompute      activation checkpointing
+    mixed_dtypes   explanation of errors that follow from the cast to `param_dtype`
+    step_worker    the thread that steps while the next forward runs
 
 Begin with the note at the top of core/order.py, then read `schedule` and `bucket`.
 
