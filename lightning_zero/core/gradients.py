@@ -202,10 +202,7 @@ class Gradients:
         """Issues the reduction of `local_grads()`; other slots count as zero. Collective."""
         self.wait_for_reduction()
         buffer = None if self._is_sharded else self._open_buffer()
-        # A gradient that arrives later is reduced once more.
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter in self._parameters:
-                parameter.grad = None
+        self.param_grads.drop()  # a gradient that arrives later is reduced once more
         self.is_local = [False] * len(self._parameters)
         name, split_sizes = self._plan.name, self._plan.layout.split_sizes
         if buffer is not None:
@@ -418,7 +415,7 @@ class Gradients:
                 self._offloaded.apply_(change, own.start, own.stop)
 
     def reset(self) -> None:
-        """Drops everything, after an exception or at teardown; every `.grad` is None."""
+        """Drops all gradients, after an exception or at teardown; memory is kept for later ones."""
         if self._offloaded is not None:
             self._offloaded.reset()
         if self._reduction is not None:
@@ -431,9 +428,9 @@ class Gradients:
         self._reduction = self._average = self._carried_mean = self._zeros_reduction = None
         self._holds_mean = self.is_partial = False
         self._expected = set()
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = None
-            self.is_local[index] = self.is_reduced[index] = self.is_touched[index] = False
+        self.param_grads.drop()
+        num_slots = len(self._parameters)
+        self.is_local, self.is_reduced, self.is_touched = ([False] * num_slots for _ in range(3))
 
     @property
     def store(self) -> ShardStore | None:
@@ -531,6 +528,9 @@ class Gradients:
                 for part, spec in zip(parts, self._shard_specs, strict=True)
             ]
 
+    def _drop_main_grad(self) -> None:
+        self.main_grad, self.slices, self._views = None, [], []
+
     def _split_by_slot(self, mean: Tensor) -> list[Tensor]:
         """Splits a mean into its slices, by slot."""
         slices = self._own.split(mean)
@@ -578,7 +578,7 @@ class Gradients:
             self._holds_mean = self.is_partial = False
             self._carried_mean = None
             if self._offloaded is None and not self._replicates_mean:
-                self.main_grad, self.slices, self._views = None, [], []
+                self._drop_main_grad()
             self._leave_held_memory()
         elif not all(self.is_reduced):
             zeroed = [index for index, is_reduced in enumerate(self.is_reduced) if not is_reduced]
@@ -592,7 +592,7 @@ class Gradients:
     def _leave_held_memory(self) -> None:
         """Leaves the memory of zeroed gradients to users who hold views of it."""
         if self._offloaded is not None:
-            self.main_grad, self.slices, self._views = None, [], []
+            self._drop_main_grad()
             for shard in list(self._grad_shards):  # only shards that the user holds are left
                 shard.detach()
             self._offloaded.drop_if_shared()
@@ -603,4 +603,4 @@ class Gradients:
         if self.unsharded_grads.num_holders(num_known) > 0:
             self.unsharded_grads = None
             if holds_mean:
-                self.main_grad, self.slices, self._views = None, [], []
+                self._drop_main_grad()

@@ -159,12 +159,18 @@ class ParamGrads:
 
     def zero(self, *, set_to_none: bool) -> None:
         """As `Optimizer.zero_grad`."""
-        for parameter, grad in zip(self._parameters, self.read(), strict=True):
-            if grad is not None and set_to_none:
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.grad = None
-            elif grad is not None:
+        if set_to_none:
+            self.drop()
+            return
+        for grad in self.read():
+            if grad is not None:
                 grad.zero_()
+
+    def drop(self) -> None:
+        """Sets `.grad` of every parameter to None."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter in self._parameters:
+                parameter.grad = None
 
 
 class MeanGrads(Protocol):

@@ -114,10 +114,8 @@ class Reducer:
 
     def drop_gradients(self) -> None:
         """Sets `.grad` of every parameter to None. Local."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for bucket in self._buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+        for bucket in self._buckets:
+            bucket.grads.param_grads.drop()
 
     def set_ends_step(self, ends_step: bool) -> None:
         """Notes whether the next backward is of the last micro-batch. Local."""
