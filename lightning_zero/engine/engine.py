@@ -425,10 +425,12 @@ class Engine:
 
         Raises:
             ValueError: Another state is named.
-            RuntimeError: A forward has no backward yet, or a state is offloaded already.
+            RuntimeError: A forward has no backward yet, a state is offloaded already, or ranks name
+                other states.
         """
         chosen = as_states(states)
-        self.lockstep.barrier("offload_states()")
+        kinds = ", ".join(repr(one.value) for one in chosen)
+        self.lockstep.barrier(f"offload_states([{kinds}])")  # ranks that differ raise
         state = self.schedule.training_state
         if state is not TrainingState.IDLE:
             raise RuntimeError(f"offload_states() was called {state.value}, not between steps.")
