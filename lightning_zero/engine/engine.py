@@ -243,7 +243,9 @@ class Engine:
         Raises:
             ValueError: The optimizer holds parameters of another module, cannot be sharded, needs
                 full tensors that the engine has already sharded, or differs between ranks.
+            RuntimeError: Another rank makes another call.
         """
+        self.lockstep.barrier("the attachment of an optimizer")
         self.optimizers.attach(optimizer)
 
     # ---------------------------------------------------------------- the loop

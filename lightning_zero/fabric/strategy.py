@@ -272,6 +272,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             if optimizers:
                 raise ValueError(f"{type(module).__name__} has no parameters to optimize.")
             return module, [], scheduler
+        self._enter_collective("the set-up of a module")
         tie_shared(module)
         precision = self.precision
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)

@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
 from lightning_zero.fabric import ZeroStrategy
+from lightning_zero.health.failures import DesynchronizedError
 from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays
@@ -387,6 +388,26 @@ def _other_settings(rank, world_size):
 def test_ranks_with_other_settings_are_refused():
     with pytest.raises(RankError, match="prefetch_bucket_size"):
         run_ranks(2, _other_settings, has_group=False)
+
+
+def _set_up_alone(rank, world_size, name):
+    """Rank 0 sets up another object, while rank 1 trains."""
+    fabric = launch("zero3", world_size)
+    module = nn.Linear(4, 2)
+    model = fabric.setup_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    calls = {
+        "set-up of a module": lambda: fabric.setup_module(nn.Linear(4, 2)),
+        "attachment of an optimizer": lambda: fabric.setup_optimizers(optimizer),
+    }
+    call = (lambda: fabric.backward(model(torch.ones(1, 4)).sum())) if rank else calls[name]
+    with pytest.raises(DesynchronizedError, match=f"rank 0 reached the {name}"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["set-up of a module", "attachment of an optimizer"])
+def test_a_set_up_on_some_ranks_is_an_error_on_all(name):
+    run_ranks(2, _set_up_alone, name, has_group=False, timeout_s=20)
 
 
 def _too_few_devices(rank, world_size):
