@@ -420,6 +420,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         """
         path = self.broadcast(path)  # with a check that all ranks are here
         objects = self._named(state)
+        self._order_together(objects)
         io = self.checkpoint_io if is_user_io(self.checkpoint_io) else None
         if not objects.engines or io is not None or storage_options is not None:
             self._save_by_io(path, objects, storage_options, filter or {})
@@ -476,9 +477,32 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             self._named({"raw": state}).load({"raw": contents}, strict=strict)
             return {}
         objects = self._named(state)
+        self._order_together(objects)
         remainder = objects.load(contents, strict=strict)
         state.update(objects.state)
         return remainder
+
+    def _order_together(self, objects: NamedObjects) -> None:
+        """Puts the objects of engines, whose states are collective, in rank 0's order. Collective.
+
+        Raises:
+            ValueError: Ranks have other objects of engines, or under other names.
+        """
+        own = {
+            key: f"{key!r} ({'module' if key in objects.modules else 'optimizer'} of engine "
+            f"{self._engines.index(engine)})"
+            for key, engine in objects.engines.items()
+        }
+        everyone = self.gather_for("the objects of a checkpoint")(own)
+        if any(other != everyone[0] for other in everyone):
+            texts = [", ".join(one.values()) or "none" for one in everyone]
+            lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise ValueError(
+                "the state of a checkpoint must have the same modules and optimizers under the "
+                f"same names on every rank, got{lines}\nNumbers are those of the calls of setup."
+            )
+        if list(own) != list(everyone[0]):
+            objects.reorder(everyone[0])
 
     def _named(self, state: Mapping[str, Any]) -> NamedObjects:
         engines: dict[str, Engine] = {}
