@@ -148,7 +148,7 @@ class Discriminator(nn.Sequential):
 
 
 def _gan(rank, world_size, strategy):
-    """The loop of Lightning's example of a DCGAN."""
+    """The loop of Lightning's example of a DCGAN, with a gradient penalty."""
     fabric = launch(strategy, world_size)
     torch.manual_seed(0)
     generator, discriminator = Generator(), Discriminator()
@@ -162,8 +162,10 @@ def _gan(rank, world_size, strategy):
     for _ in range(4):
         real = torch.randn(6, 8, generator=random)
         discriminator.zero_grad()
-        loss_real = F.binary_cross_entropy_with_logits(discriminator(real), torch.ones(6, 1))
-        fabric.backward(loss_real)
+        output = discriminator(real.requires_grad_())
+        (gradient,) = torch.autograd.grad(output.sum(), real, create_graph=True)
+        loss_real = F.binary_cross_entropy_with_logits(output, torch.ones(6, 1))
+        fabric.backward(loss_real + gradient.square().mean())
         fake = generator(torch.randn(6, 4, generator=random))
         output = discriminator(fake.detach())
         loss_fake = F.binary_cross_entropy_with_logits(output, torch.zeros(6, 1))
