@@ -65,6 +65,7 @@ __all__ = ["ZeroStrategy"]
 
 _CALLED = "lightning_zero: engines"  # in the metadata of nodes that made a module's output
 _SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
+_TRAINERS_SETTINGS = {"async_save", "unshard_after_fit"}
 
 
 class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `Processes`
@@ -121,9 +122,12 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         **settings: Any,
     ) -> None:
         if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}.")
+            raise ValueError(
+                f'stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}; "auto" needs the Trainer.'
+            )
         if unknown := sorted(settings.keys() - _SETTINGS.keys()):
-            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.")
+            hint = " It needs the Trainer." if unknown[0] in _TRAINERS_SETTINGS else ""
+            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.{hint}")
         check_checkpoint_type(checkpoint)
         of_objects = {
             "checkpoint": checkpoint,
@@ -307,12 +311,19 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Attaches an optimizer to the engine that holds its parameters. Collective."""
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        for engine in self._engines:
-            if not held.isdisjoint(engine.module.parameters()):
-                engine.attach(optimizer)
-                return optimizer
+        engines = [e for e in self._engines if not held.isdisjoint(e.module.parameters())]
+        name = type(optimizer).__name__
+        if len(engines) > 1:
+            raise ValueError(
+                f"{name} holds parameters of {len(engines)} modules that were set up; make an "
+                "optimizer for each, or set up one module that contains them, such as "
+                "torch.nn.ModuleList([first, second])."
+            )
+        if engines:
+            engines[0].attach(optimizer)
+            return optimizer
         raise ValueError(
-            f"{type(optimizer).__name__} holds no parameter of a module that was set up: call "
+            f"{name} holds no parameter of a module that was set up: call "
             "fabric.setup_module(module) first, or fabric.setup(module, optimizer)."
         )
 
@@ -321,6 +332,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     # mypy sees the Trainer's base class, too: see `Processes`.
 
     @override
+    @wraps(ParallelStrategy.backward)  # see [Note: Gradients in a forward]
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
@@ -332,7 +344,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                     loss=tensor,
                     has_scaler=getattr(self.precision, "scaler", None) is not None,
                 )
-    @wraps(ParallelStrategy.backward)  # see [Note: Gradients in a forward]
                 contexts.enter_context(context)
             super().backward(self.scaled_loss(tensor), module, *args, **kwargs)  # type: ignore[arg-type]
 

@@ -11,10 +11,12 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch import Trainer
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+import lightning_zero
 from lightning_zero.fabric import ZeroStrategy
 from lightning_zero.health.failures import DesynchronizedError
 from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
@@ -361,9 +363,9 @@ def test_marked_methods_run_as_forwards_and_empty_modules_are_materialized():
 def _wrong(rank, world_size):
     from lightning_zero.fabric import ZeroStrategy
 
-    with pytest.raises(TypeError, match="unshard_after_fit is no setting"):
+    with pytest.raises(TypeError, match=r"unshard_after_fit is no setting .* needs the Trainer"):
         ZeroStrategy(unshard_after_fit=True)
-    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3"):
+    with pytest.raises(ValueError, match=r'stage must be 0, 1, 2 or 3 .* "auto" needs the Trainer'):
         ZeroStrategy("auto")
     with pytest.raises(ValueError, match="offload_param needs stage 3"):
         ZeroStrategy(2, offload_param="cpu")
@@ -375,10 +377,25 @@ def _wrong(rank, world_size):
         fabric.setup_optimizers(optimizer)
     with pytest.raises(ValueError, match="was not set up"):
         fabric.strategy.engine_of(module)
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for one in pair:
+        fabric.setup_module(one)
+    with pytest.raises(ValueError, match="SGD holds parameters of 2 modules"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.ModuleList(pair).parameters()))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(pair[0].parameters()))
+    with pytest.raises(ValueError, match="has no param_groups"):
+        optimizer.load_state_dict({})
 
 
 def test_wrong_arguments_are_refused():
     run_ranks(2, _wrong, has_group=False)
+
+
+def test_a_strategy_of_the_other_class_is_refused_with_the_name_of_the_right_one():
+    with pytest.raises(ValueError, match=r"Fabric needs lightning_zero\.fabric\.ZeroStrategy"):
+        Fabric(accelerator="cpu", devices=1, strategy=lightning_zero.ZeroStrategy(2))
+    with pytest.raises(ValueError, match=r"the Trainer needs lightning_zero\.ZeroStrategy"):
+        Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(2))
 
 
 def _other_settings(rank, world_size):
