@@ -408,7 +408,8 @@ class Schedule:
             name = bucket.plan.layout.slots[index].name
             raise RuntimeError(
                 f"backward reached parameter {name} outside the engine; replace loss.backward() by "
-                "engine.backward(loss), or by self.manual_backward(loss) in Lightning."
+                "engine.backward(loss), fabric.backward(loss), or self.manual_backward(loss) in a "
+                "LightningModule."
             )
         if self.reducer.in_flight is bucket:
             self.reducer.wait_for_reduction()  # a second gradient, after the first was sent

@@ -224,7 +224,9 @@ class Engine:
         Raises:
             ValueError: The optimizer holds parameters of another module, cannot be sharded, needs
                 full tensors that the engine has already sharded, or differs between ranks.
+            RuntimeError: Another rank makes another call.
         """
+        self.lockstep.barrier("the attachment of an optimizer")
         self.optimizers.attach(optimizer)
 
     # ---------------------------------------------------------------- the loop
@@ -406,10 +408,12 @@ class Engine:
 
         Raises:
             ValueError: Another state is named.
-            RuntimeError: A forward has no backward yet, or a state is offloaded already.
+            RuntimeError: A forward has no backward yet, a state is offloaded already, or ranks name
+                other states.
         """
         chosen = as_states(states)
-        self.lockstep.barrier("offload_states()")
+        kinds = ", ".join(repr(one.value) for one in chosen)
+        self.lockstep.barrier(f"offload_states([{kinds}])")  # ranks that differ raise
         state = self.schedule.training_state
         if state is not TrainingState.IDLE:
             raise RuntimeError(f"offload_states() was called {state.value}, not between steps.")

@@ -9,7 +9,7 @@ loaded, in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,14 @@ class NamedObjects:
     optimizers: Sequence[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._list()
+
+    def reorder(self, first: Iterable[str]) -> None:
+        """Puts the keys `first` before all others."""
+        self.state = {key: self.state[key] for key in first} | self.state
+        self._list()
+
+    def _list(self) -> None:
         self.modules = [k for k, v in self.state.items() if isinstance(v, nn.Module)]
         self.optimizers = [k for k, v in self.state.items() if isinstance(v, Optimizer)]
 

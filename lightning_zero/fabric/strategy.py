@@ -6,6 +6,11 @@ that is left out keeps its forward open, for a later loss. With several engines,
 searched for their parameters, and for the nodes of their modules' outputs: frozen parameters, such
 as those of a discriminator in the step of the generator, are not in the graph. Each rank finds the
 same ones, because all ranks run the same program.
+
+[Note: Gradients in a forward] A gradient penalty calls `torch.autograd.grad` on outputs. Fabric
+refuses all gradients outside of `fabric.backward` if a strategy overrides `backward`, which it
+finds by comparing code. The engine refuses only those that reach parameters. So our method names
+the base's as the one that it wraps, and Fabric compares that one.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -59,6 +65,7 @@ __all__ = ["ZeroStrategy"]
 
 _CALLED = "lightning_zero: engines"  # in the metadata of nodes that made a module's output
 _SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
+_TRAINERS_SETTINGS = {"async_save", "unshard_after_fit"}
 
 
 class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `Processes`
@@ -115,9 +122,12 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         **settings: Any,
     ) -> None:
         if stage not in (0, 1, 2, 3):
-            raise ValueError(f"stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}.")
+            raise ValueError(
+                f'stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}; "auto" needs the Trainer.'
+            )
         if unknown := sorted(settings.keys() - _SETTINGS.keys()):
-            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.")
+            hint = " It needs the Trainer." if unknown[0] in _TRAINERS_SETTINGS else ""
+            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.{hint}")
         check_checkpoint_type(checkpoint)
         of_objects = {
             "checkpoint": checkpoint,
@@ -272,6 +282,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             if optimizers:
                 raise ValueError(f"{type(module).__name__} has no parameters to optimize.")
             return module, [], scheduler
+        self._enter_collective("the set-up of a module")
         tie_shared(module)
         precision = self.precision
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
@@ -300,12 +311,19 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Attaches an optimizer to the engine that holds its parameters. Collective."""
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        for engine in self._engines:
-            if not held.isdisjoint(engine.module.parameters()):
-                engine.attach(optimizer)
-                return optimizer
+        engines = [e for e in self._engines if not held.isdisjoint(e.module.parameters())]
+        name = type(optimizer).__name__
+        if len(engines) > 1:
+            raise ValueError(
+                f"{name} holds parameters of {len(engines)} modules that were set up; make an "
+                "optimizer for each, or set up one module that contains them, such as "
+                "torch.nn.ModuleList([first, second])."
+            )
+        if engines:
+            engines[0].attach(optimizer)
+            return optimizer
         raise ValueError(
-            f"{type(optimizer).__name__} holds no parameter of a module that was set up: call "
+            f"{name} holds no parameter of a module that was set up: call "
             "fabric.setup_module(module) first, or fabric.setup(module, optimizer)."
         )
 
@@ -314,6 +332,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     # mypy sees the Trainer's base class, too: see `Processes`.
 
     @override
+    @wraps(ParallelStrategy.backward)  # see [Note: Gradients in a forward]
     def backward(  # type: ignore[override]
         self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any
     ) -> None:
@@ -419,6 +438,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         """
         path = self.broadcast(path)  # with a check that all ranks are here
         objects = self._named(state)
+        self._order_together(objects)
         io = self.checkpoint_io if is_user_io(self.checkpoint_io) else None
         if not objects.engines or io is not None or storage_options is not None:
             self._save_by_io(path, objects, storage_options, filter or {})
@@ -475,9 +495,32 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             self._named({"raw": state}).load({"raw": contents}, strict=strict)
             return {}
         objects = self._named(state)
+        self._order_together(objects)
         remainder = objects.load(contents, strict=strict)
         state.update(objects.state)
         return remainder
+
+    def _order_together(self, objects: NamedObjects) -> None:
+        """Puts the objects of engines, whose states are collective, in rank 0's order. Collective.
+
+        Raises:
+            ValueError: Ranks have other objects of engines, or under other names.
+        """
+        own = {
+            key: f"{key!r} ({'module' if key in objects.modules else 'optimizer'} of engine "
+            f"{self._engines.index(engine)})"
+            for key, engine in objects.engines.items()
+        }
+        everyone = self.gather_for("the objects of a checkpoint")(own)
+        if any(other != everyone[0] for other in everyone):
+            texts = [", ".join(one.values()) or "none" for one in everyone]
+            lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise ValueError(
+                "the state of a checkpoint must have the same modules and optimizers under the "
+                f"same names on every rank, got{lines}\nNumbers are those of the calls of setup."
+            )
+        if list(own) != list(everyone[0]):
+            objects.reorder(everyone[0])
 
     def _named(self, state: Mapping[str, Any]) -> NamedObjects:
         engines: dict[str, Engine] = {}

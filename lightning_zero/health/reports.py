@@ -41,7 +41,7 @@ _LOCAL = ("_object_to_tensor", "_tensor_to_object", "destroy_process_group")
 _ONE_WAY = {"batch_isend_irecv", "broadcast", "gather", "irecv", "isend", "recv", "reduce"}
 _ONE_WAY |= {"scatter", "send"}
 _PEER_TO_PEER = {"batch_isend_irecv", "irecv", "isend", "recv", "send"}
-_ENGINE, _WORLD = "engine", "world"  # groups of a `RankStatus`
+_WORLD = "world"  # a group of a `RankStatus`
 _DISTRIBUTED = os.path.dirname(dist.__file__)
 _NOT_USERS = tuple(
     os.path.realpath(path) + os.sep
@@ -99,11 +99,24 @@ class Wait:
 
 
 class Waits:
-    """Waits of this process: announced by the engine, or found inside torch.distributed."""
+    """Waits of this process: announced by an engine, or found inside torch.distributed.
 
-    def __init__(self, main: int) -> None:
+    Args:
+        main: Id of the thread that runs the user's code.
+        group: Name of the engine's groups in a `RankStatus`, the same on every rank.
+        find_others: Returns the waits that other engines of this process announce.
+    """
+
+    def __init__(
+        self,
+        main: int,
+        group: str = "engine",
+        find_others: Callable[[], Sequence[Waits]] = lambda: (),
+    ) -> None:
         self._num_issued = 0  # collectives of the data plane, since the ranks have regrouped
-        self._main = main  # id of the thread that runs the user's code
+        self._main = main
+        self._group = group
+        self._find_others = find_others
         self._announced: dict[int, Wait] = {}  # by thread id
         self._unannounced: tuple[Any, Wait] | None = None  # frame mark and wait of the main thread
 
@@ -187,20 +200,24 @@ class Waits:
         """Returns the status of the main thread, with the given moment of the engine."""
         with _garbage_collection_off():
             frames = user_frames(_frame_of(self._main))
-        wait = self.main_thread_wait()
+        everyone = (self, *self._find_others())
+        owner = next((waits for waits in everyone if self._main in waits._announced), self)
+        wait = owner.main_thread_wait()
         if wait is None:
             return RankStatus(moment, "", 0.0, False, frames)
         waited_s, may_last = time.monotonic() - wait.since, wait.is_data_transfer or wait.is_one_way
+        is_others = owner is not self and wait.is_engine_group
         return RankStatus(
             moment,
-            wait.name,
+            f"{wait.name}, of another module" if is_others else wait.name,
             waited_s,
             may_last,
             frames,
             wait.since,
-            _ENGINE if wait.is_engine_group else _WORLD,
+            owner._group if wait.is_engine_group else _WORLD,
             wait.number,
-            {_ENGINE: self._num_issued, _WORLD: _num_issued_on_world()},
+            {waits._group: waits._num_issued for waits in everyone}
+            | {_WORLD: _num_issued_on_world()},
         )
 
 
@@ -296,8 +313,9 @@ class Reports:
             return
         text = report("all ranks wait for each other, in different places:", answers)
         end = (
-            "\nCall your own collectives at the same point on every rank; in stage 3, outside of "
-            "code that only some ranks run. If ranks use different parts of the module before a "
+            "\nUse and set up the same modules in the same order on every rank. Call your own "
+            "collectives at the same point on every rank; in stage 3, outside of code that only "
+            "some ranks run. If ranks use different parts of the module before a "
             "collective, such as experts that depend on data, call "
             "lightning_zero.before_collective(module) right before it, on every rank, or put those "
             "parts into one unit: unit_classes=[...] with the class of the module around them."
@@ -348,8 +366,8 @@ def _may_be_deadlock(answers: Sequence[RankStatus | None]) -> bool:
     if len(known) < len(answers):
         return False
     may_end = any(a.is_data_transfer and not _is_missed(a, known) for a in known)
-    waits = {answer.wait for answer in known}
-    return not may_end and "" not in waits and len(waits) > 1
+    waits = {(answer.group, answer.wait) for answer in known}
+    return not may_end and all(answer.wait for answer in known) and len(waits) > 1
 
 
 def _is_missed(status: RankStatus, everyone: Sequence[RankStatus]) -> bool:

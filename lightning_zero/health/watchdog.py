@@ -111,7 +111,7 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._name = f"lightning_zero/{name}"
-        self.waits = Waits(threading.get_ident())
+        self.waits = Waits(threading.get_ident(), self._name, self._find_other_waits)
         self._limits = limits = limits or WaitLimits()
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
@@ -162,9 +162,12 @@ class Watchdog:
     @staticmethod
     def stop_finished() -> None:
         """Stops the watchdogs of runs that are over, of any Trainer; the next run makes its own."""
-        for thread in threading.enumerate():
-            if isinstance(thread, _Thread) and not thread.watchdog._is_needed:
-                thread.watchdog.stop()
+        for watchdog in _running():
+            if not watchdog._is_needed:
+                watchdog.stop()
+
+    def _find_other_waits(self) -> list[Waits]:
+        return [watchdog.waits for watchdog in _running() if watchdog is not self]
 
     # ---------------------------------------------------------------- for the main thread
 
@@ -494,6 +497,8 @@ class Watchdog:
                 failure = RankFailure(by if entry.get("is_own", True) else None, entry["text"])
                 if self._aborts.setdefault(entry["epoch"], failure) is failure:
                     self._on_failure()
+                    if failure.rank is None:
+                        self._end_other_waits(entry)
             elif kind == "dead":
                 self._record_death(entry["rank"], entry["text"])
         except (ValueError, KeyError, TypeError):
@@ -503,6 +508,13 @@ class Watchdog:
             for answer in self._reports.answer(self._store, number, entry):
                 self._append(answer)
         return dict(entry)
+
+    def _end_other_waits(self, entry: LogEntry) -> None:
+        """After a deadlock: ranks may wait in other engines, with watchdogs of their own."""
+        for other in _running():
+            if other is not self and other.waits:
+                other._actions.put(partial(other._append, entry))
+                other._peers.wake()
 
     def _record_death(self, rank: int | None, text: str) -> None:
         if self._death is None:
@@ -601,8 +613,13 @@ class Watchdog:
 
 
 class _Thread(threading.Thread):
-    """Thread of a watchdog; `stop_finished` finds the watchdogs of this process by it."""
+    """Thread of a watchdog; `_running` finds the watchdogs of this process by it."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         super().__init__(target=watchdog.run, daemon=True, name="lightning-zero-watchdog")
         self.watchdog = watchdog
+
+
+def _running() -> list[Watchdog]:
+    """The watchdogs of this process, of any engine or Trainer."""
+    return [one.watchdog for one in threading.enumerate() if isinstance(one, _Thread)]

@@ -151,6 +151,12 @@ def load_optimizer_state_dict(
     Raises:
         ValueError: The state dict does not fit the optimizer, which is then unchanged.
     """
+    if "param_groups" not in state_dict:
+        raise ValueError(
+            f"the state dict of {type(optimizer).__name__} has no param_groups; load a state dict "
+            "of full tensors on every rank. engine.optimizer_state(optimizer), and in Fabric "
+            "optimizer.state_dict(), return it on rank 0 and an empty dict on the other ranks."
+        )
     parameters = parameters_of(optimizer)
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))

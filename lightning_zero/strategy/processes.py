@@ -92,9 +92,12 @@ class Processes(_Base):
 
     @override
     def __repr__(self) -> str:
-        """Appears in the error of a Trainer or Fabric of the other distribution of Lightning."""
-        hint = f": {how_to_change()}" if chosen().other.is_imported else ""
-        return f"<{type(self).__name__} for {chosen().value}{hint}>"
+        """Appears in the error of a Trainer or Fabric that needs a strategy of another class."""
+        hint = f"; {how_to_change()}" if chosen().other.is_imported else ""
+        user, other = "the Trainer", "Fabric needs lightning_zero.fabric.ZeroStrategy"
+        if self._user == "Fabric":
+            user, other = "Fabric", "the Trainer needs lightning_zero.ZeroStrategy"
+        return f"<{type(self).__name__} for {user} of {chosen().value}; {other}{hint}>"
 
     # ---------------------------------------------------------------- ranks and devices
 

@@ -171,3 +171,14 @@ def _misuse(rank, world_size, stage, path):
 @pytest.mark.parametrize("stage", ANY_STAGE)
 def test_what_needs_an_offloaded_state_is_refused(stage, tmp_path):
     run_ranks(2, _misuse, stage, str(tmp_path / "one.ckpt"))
+
+
+def _differ(rank, world_size):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], 2)
+    with pytest.raises(RuntimeError, match=r"rank 0 reached offload_states\(\['parameters'\]\)"):
+        engine.offload_states("optimizer" if rank else "parameters")
+
+
+def test_states_that_differ_between_ranks_are_an_error_on_all():
+    run_ranks(2, _differ)

@@ -198,3 +198,26 @@ def _two_modules(rank, world_size, kind, path):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_one_checkpoint_has_the_states_of_several_engines(kind, tmp_path):
     run_ranks(2, _two_modules, kind, str(tmp_path / "one.ckpt"), has_group=False)
+
+
+def _other_states(rank, world_size, kind, path):
+    fabric = make((3, kind), world_size)
+    module, optimizer = build()
+    model, optimizer = fabric.setup(module, optimizer)
+    _steps(fabric, model, optimizer, rank, range(1))
+    objects = [("model", model), ("optimizer", optimizer)]
+    in_another_order = dict(objects[::-1] if rank else objects)
+    fabric.save(path, in_another_order)
+    before = arrays(model.state_dict())
+    _steps(fabric, model, optimizer, rank, range(1, 2))
+    fabric.load(path, in_another_order)
+    assert_same_state(arrays(model.state_dict()), before)
+    for call in (fabric.save, fabric.load):
+        with pytest.raises(ValueError, match=r"rank 1: 'model' \(module of engine 0\)\n"):
+            call(path, dict(objects[:1] if rank else objects))
+
+
+@pytest.mark.default_cases("full")
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_ranks_may_name_the_objects_of_a_checkpoint_in_another_order_but_not_others(kind, tmp_path):
+    run_ranks(2, _other_states, kind, str(tmp_path / "one.ckpt"), has_group=False)

@@ -11,11 +11,14 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
+from lightning.pytorch import Trainer
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional as F
 
+import lightning_zero
 from lightning_zero.fabric import ZeroStrategy
+from lightning_zero.health.failures import DesynchronizedError
 from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays
@@ -148,7 +151,7 @@ class Discriminator(nn.Sequential):
 
 
 def _gan(rank, world_size, strategy):
-    """The loop of Lightning's example of a DCGAN."""
+    """The loop of Lightning's example of a DCGAN, with a gradient penalty."""
     fabric = launch(strategy, world_size)
     torch.manual_seed(0)
     generator, discriminator = Generator(), Discriminator()
@@ -162,8 +165,10 @@ def _gan(rank, world_size, strategy):
     for _ in range(4):
         real = torch.randn(6, 8, generator=random)
         discriminator.zero_grad()
-        loss_real = F.binary_cross_entropy_with_logits(discriminator(real), torch.ones(6, 1))
-        fabric.backward(loss_real)
+        output = discriminator(real.requires_grad_())
+        (gradient,) = torch.autograd.grad(output.sum(), real, create_graph=True)
+        loss_real = F.binary_cross_entropy_with_logits(output, torch.ones(6, 1))
+        fabric.backward(loss_real + gradient.square().mean())
         fake = generator(torch.randn(6, 4, generator=random))
         output = discriminator(fake.detach())
         loss_fake = F.binary_cross_entropy_with_logits(output, torch.zeros(6, 1))
@@ -360,9 +365,9 @@ def test_marked_methods_run_as_forwards_and_empty_modules_are_materialized():
 def _wrong(rank, world_size):
     from lightning_zero.fabric import ZeroStrategy
 
-    with pytest.raises(TypeError, match="unshard_after_fit is no setting"):
+    with pytest.raises(TypeError, match=r"unshard_after_fit is no setting .* needs the Trainer"):
         ZeroStrategy(unshard_after_fit=True)
-    with pytest.raises(ValueError, match="stage must be 0, 1, 2 or 3"):
+    with pytest.raises(ValueError, match=r'stage must be 0, 1, 2 or 3 .* "auto" needs the Trainer'):
         ZeroStrategy("auto")
     with pytest.raises(ValueError, match="offload_param needs stage 3"):
         ZeroStrategy(2, offload_param="cpu")
@@ -374,10 +379,25 @@ def _wrong(rank, world_size):
         fabric.setup_optimizers(optimizer)
     with pytest.raises(ValueError, match="was not set up"):
         fabric.strategy.engine_of(module)
+    pair = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    for one in pair:
+        fabric.setup_module(one)
+    with pytest.raises(ValueError, match="SGD holds parameters of 2 modules"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.ModuleList(pair).parameters()))
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(pair[0].parameters()))
+    with pytest.raises(ValueError, match="has no param_groups"):
+        optimizer.load_state_dict({})
 
 
 def test_wrong_arguments_are_refused():
     run_ranks(2, _wrong, has_group=False)
+
+
+def test_a_strategy_of_the_other_class_is_refused_with_the_name_of_the_right_one():
+    with pytest.raises(ValueError, match=r"Fabric needs lightning_zero\.fabric\.ZeroStrategy"):
+        Fabric(accelerator="cpu", devices=1, strategy=lightning_zero.ZeroStrategy(2))
+    with pytest.raises(ValueError, match=r"the Trainer needs lightning_zero\.ZeroStrategy"):
+        Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(2))
 
 
 def _other_settings(rank, world_size):
@@ -389,6 +409,26 @@ def _other_settings(rank, world_size):
 def test_ranks_with_other_settings_are_refused():
     with pytest.raises(RankError, match="prefetch_bucket_size"):
         run_ranks(2, _other_settings, has_group=False)
+
+
+def _set_up_alone(rank, world_size, name):
+    """Rank 0 sets up another object, while rank 1 trains."""
+    fabric = launch("zero3", world_size)
+    module = nn.Linear(4, 2)
+    model = fabric.setup_module(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    calls = {
+        "set-up of a module": lambda: fabric.setup_module(nn.Linear(4, 2)),
+        "attachment of an optimizer": lambda: fabric.setup_optimizers(optimizer),
+    }
+    call = (lambda: fabric.backward(model(torch.ones(1, 4)).sum())) if rank else calls[name]
+    with pytest.raises(DesynchronizedError, match=f"rank 0 reached the {name}"):
+        call()
+
+
+@pytest.mark.parametrize("name", ["set-up of a module", "attachment of an optimizer"])
+def test_a_set_up_on_some_ranks_is_an_error_on_all(name):
+    run_ranks(2, _set_up_alone, name, has_group=False, timeout_s=20)
 
 
 def _too_few_devices(rank, world_size):

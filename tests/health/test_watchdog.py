@@ -367,6 +367,20 @@ def test_a_one_way_collective_that_another_rank_has_not_reached_ends_with_an_err
     assert errors[0][0], "the collective of rank 0 is ended"
 
 
+def _use_other_engines(rank, world_size):
+    engines, backwards = zip(*[_engine(3, wait_report_s=1.0) for _ in range(2)], strict=True)
+    outcome = _error_of(backwards[rank])
+    del engines  # until here
+    return outcome
+
+
+def test_ranks_that_wait_in_different_engines_end_with_an_error():
+    errors = run_ranks(2, _use_other_engines, timeout_s=40)
+    for error, _ in errors:
+        assert "all ranks wait for each other" in error, errors
+        assert ", of another module" in error
+
+
 class _Lines(logging.Handler):
     def __init__(self):
         super().__init__(logging.WARNING)
