@@ -246,6 +246,8 @@ _RATES = {
 def _add_plan(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
+        usage="%(prog)s (--model M | --module M:C | --config-name C [OVERRIDE ...])\n"
+        "                           [options]",
         help="estimate memory and traffic of a job",
         description=_PLAN,
         epilog=_PLAN_EXAMPLES,
