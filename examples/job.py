@@ -77,6 +77,12 @@ class Job:
         return str(getattr(callback, "best_model_path", ""))
 
     @property
+    def last_model_path(self) -> str:
+        """Path of the checkpoint at the end of training; empty if none was saved."""
+        callback = self.trainer.checkpoint_callback
+        return str(getattr(callback, "last_model_path", ""))
+
+    @property
     def optimized_metric(self) -> float | None:
         """Value of the metric that a sweeper minimizes."""
         return optimized_metric(self.config, self.metrics)

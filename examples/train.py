@@ -31,10 +31,13 @@ def main(config: DictConfig) -> float | None:
 
 def _print_result(job: Job) -> None:
     """Prints on rank 0. After `fit` each rank has the full parameters, if they fit in memory."""
-    reached = job.metrics.get("val/bits_per_byte", float("nan"))
-    bigram = bigram_bits_per_byte(job.data.train_text, job.data.validation_windows())
-    print(f"\nvalidation, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
-    print(f"checkpoint: {job.best_model_path or 'none'}")
+    reached = job.metrics.get("val/bits_per_byte")
+    if reached is None:
+        print("\nno validation ran: trainer.val_check_interval is longer than the training")
+    else:
+        bigram = bigram_bits_per_byte(job.data.train_text, job.data.validation_windows())
+        print(f"\nvalidation, bits per byte: model {reached:.3f}, bigram table {bigram:.3f}")
+    print(f"checkpoint: {job.best_model_path or job.last_model_path or 'none'}")
     if _samples(job):
         _print_continuation(job)
     print(f"results: {job.config.paths.output_dir}")

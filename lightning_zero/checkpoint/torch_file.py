@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import struct
 import sys
 import traceback
@@ -57,6 +58,7 @@ __all__ = [
 ]
 
 _ZIP_MAGIC = b"PK\x03\x04"
+_REFUSAL = re.compile(r"Unsupported global: GLOBAL (\S+) was not an allowed global")
 _PICKLE_MAGIC = b"\x80"  # what torch.save wrote before 1.6, and writes on request
 
 # ----------------------------------------------------------------------------------------- opening
@@ -157,7 +159,7 @@ def _with_path(
     """The error to raise for an error of reading a torch file; it names the file."""
     if isinstance(error, pickle.UnpicklingError):
         if is_zip or "Unsupported" in str(error):  # a class that is refused
-            return pickle.UnpicklingError(f"{path}: {printable(str(error))}")
+            return pickle.UnpicklingError(f"{path}: {printable(_refusal_text(str(error)))}")
     elif isinstance(error, OSError) and error.errno:
         return OSError(error.errno, f"cannot be read ({error.strerror})", str(path))
     elif isinstance(error, (MemoryError, ImportError)):
@@ -165,6 +167,18 @@ def _with_path(
     elif runs_classes and (isinstance(error, AttributeError) or not _is_raised_by_torch(error)):
         return error  # of a class that is unpickled, or missing
     return ValueError(_damage_text(path, printable(f"{type(error).__name__}: {error}")))
+
+
+def _refusal_text(text: str) -> str:
+    """Torch's text about a class that it refuses, with the cure in words of the Trainer."""
+    refusal = _REFUSAL.search(text)
+    if refusal is None:
+        return text
+    return (
+        f"Weights only load failed: {refusal[1]} is not loaded by default. If you trust the file, "
+        "pass weights_only=False to fit, test or load_from_checkpoint; or save without it: "
+        "save_hyperparameters(ignore=[...])."
+    )
 
 
 def _is_raised_by_torch(error: Exception) -> bool:

@@ -41,8 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    add_commands(parser.add_subparsers(required=True, metavar="COMMAND", dest="command"))
+    add_commands(parser.add_subparsers(metavar="COMMAND", dest="command"))
     args, rest = parser.parse_known_args(argv)
+    if args.command is None:
+        parser.print_help(sys.stderr)
+        return 2
     if rest and (not hasattr(args, "overrides") or any(word.startswith("-") for word in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -61,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(
             args.command,
             f"{args.checkpoint} contains classes that are not known to be safe "
-            f"({_one_line(error)[:200]}); if you trust its source, use --trust.",
+            f"({_one_line(error).partition('. ')[0][:200]}); if you trust its source, use --trust.",
         )
     except (ImportError, OSError, ValueError, RuntimeError, NotImplementedError) as error:
         return _fail(args.command, _one_line(error))

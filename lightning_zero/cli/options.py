@@ -246,6 +246,8 @@ _RATES = {
 def _add_plan(subparsers: _Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
+        usage="%(prog)s (--model M | --module M:C | --config-name C [OVERRIDE ...])\n"
+        "                           [options]",
         help="estimate memory and traffic of a job",
         description=_PLAN,
         epilog=_PLAN_EXAMPLES,
@@ -289,7 +291,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     add("--context", type=_positive, metavar="N", help="tokens in a sample (default: 1024)")
     add("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step (default: 1)")
-    precision = "precision of the Trainer (default: bf16-mixed)"
+    precision = "precision of the Trainer (default: that of a configuration, or bf16-mixed)"
     add("--precision", choices=PRECISIONS, metavar="NAME", help=precision)
     add("--optimizer", default="adamw", metavar="NAME", help="optimizer of torch (default: adamw)")
     add(

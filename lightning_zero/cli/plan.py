@@ -59,6 +59,7 @@ from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["Source", "source_from_arguments", "run"]
 
+_SHORT_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 _CONF = Path(__file__).parents[1] / "conf"
 
 
@@ -453,6 +454,14 @@ def _trainer_settings(config: DictConfig) -> dict[str, Any]:
     return {
         "ranks": devices * nodes if isinstance(devices, int) else None,
         "ranks_per_node": devices if isinstance(devices, int) else None,
-        "precision": OmegaConf.select(config, "trainer.precision"),
+        "precision": _trainer_precision(config),
         "micro_batches": OmegaConf.select(config, "trainer.accumulate_grad_batches"),
     }
+
+
+def _trainer_precision(config: DictConfig) -> str | None:
+    """Name in `PRECISIONS` of the Trainer's precision; None if the configuration has no Trainer."""
+    if OmegaConf.select(config, "trainer") is None:
+        return None
+    name = str(OmegaConf.select(config, "trainer.precision") or "32-true")  # the Trainer's default
+    return _SHORT_PRECISIONS.get(name, name)

@@ -214,8 +214,10 @@ class JobReport:
                 "(default: the Trainer's log_every_n_steps)"
             )
         elif self.transfers:
+            count = self.num_recorded
+            recorded = "one recorded step" if count == 1 else f"mean of {count} recorded steps"
             yield paragraph(
-                f"communication: mean of {self.num_recorded} recorded steps of "
+                f"communication: {recorded} of "
                 f"{self.step_s * 1e3:.1f} ms (overlapped with compute; exposed: compute waited)"
             )
             # Less than the sum if a wait was for several kinds at once.

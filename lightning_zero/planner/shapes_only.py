@@ -14,6 +14,7 @@ memory, is not counted.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -29,6 +30,7 @@ __all__ = ["Results", "ShapesOnly"]
 
 _MAX_COMPUTED_NUMEL = 2**14
 _MAX_MESSAGE_BYTES = 2**20
+_MIN_MAPPED_BYTES = 2**20
 _ALLOCATES_ONLY = {
     "empty",
     "empty_like",
@@ -185,7 +187,18 @@ def _allocated(like: Any) -> Any:
         return like
     size, stride, dtype = like.size(), like.stride(), like.dtype
     if like.numel() <= 1 or not dtype.is_floating_point:
-        # Memory of zeros is not written, either.
-        zeros = torch.zeros(like.untyped_storage().nbytes(), dtype=torch.uint8)
+        zeros = _zeros(like.untyped_storage().nbytes())
         return zeros.view(dtype).as_strided(size, stride)
     return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def _zeros(num_bytes: int) -> Tensor:
+    """Zeros that are not written if there are many, which `torch.zeros` would do.
+
+    Raises:
+        OSError: The system does not reserve the memory.
+    """
+    if num_bytes < _MIN_MAPPED_BYTES:
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)

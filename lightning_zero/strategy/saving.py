@@ -157,7 +157,9 @@ class Saving:
             return self._is_sharded
         return sum(p.numel() for p in module.parameters()) >= _SHARDED_NUMEL
 
-    def decide(self, engine: Engine, resumed: _PATH | None = None) -> None:
+    def decide(
+        self, engine: Engine, resumed: _PATH | None = None, *, is_reported: bool = True
+    ) -> None:
         """Decides between full and sharded for "auto" when a run begins. Collective: every rank.
 
         Checkpoints are sharded if parameters or optimizer states are offloaded, or if a full
@@ -173,7 +175,7 @@ class Saving:
         else:
             reason = why_sharded(engine)
             is_full = reason is None
-            if reason is not None:
+            if reason is not None and is_reported:
                 rank_zero_info(
                     f'checkpoint="auto": checkpoints are sharded directories, since {reason}. '
                     "lightning_zero.load_from_checkpoint(Model, path) loads one; "

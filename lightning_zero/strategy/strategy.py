@@ -382,8 +382,9 @@ class ZeroStrategy(EngineStrategy):
         # Never undone: a save may follow the run.
         Patches().put(connector, _STATE_DICT_METHOD, state)
         super().setup(trainer)
-        self._saving.decide(self.engine, trainer.ckpt_path)
-        if trainer.state.fn == TrainerFn.FITTING:
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        self._saving.decide(self.engine, trainer.ckpt_path, is_reported=is_fit)
+        if is_fit:
             self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
         self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]

@@ -91,7 +91,7 @@ def test_export_overwrites_only_with_force(checkpoint, tmp_path, capsys):
         (["inspect", "nothing"], "error: nothing does not exist."),
         (["inspect", "truncated.ckpt"], "truncated.ckpt"),
         (["inspect"], "the following arguments are required: CHECKPOINT"),
-        ([], "the following arguments are required: COMMAND"),
+        ([], "print the content of a checkpoint"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments, text, checkpoint, monkeypatch, capsys):

@@ -275,6 +275,19 @@ def test_a_configuration_is_planned_with_its_overrides():
     assert found["parameters"] == numel
 
 
+@pytest.mark.parametrize(
+    ("trainer", "precision"),
+    [("{devices: 2}", "32-true"), ("{devices: 2, precision: 16}", "16-mixed")],
+)
+def test_the_precision_of_a_configuration_is_that_of_its_trainer(
+    tmp_path, capsys, trainer, precision
+):
+    text = "model: {_target_: torch.nn.Linear, in_features: 8, out_features: 8}\ntrainer: "
+    (tmp_path / "own.yaml").write_text(text + trainer)
+    found = plan(capsys, "--config-dir", str(tmp_path), "--config-name", "own")
+    assert found["precision"] == precision
+
+
 def test_the_text_is_a_table_of_80_columns_and_two_lines_to_paste(capsys):
     assert main(["plan", *SMALL, "--device-memory", "1GiB"]) == 0
     lines = capsys.readouterr().out.splitlines()

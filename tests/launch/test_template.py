@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
 from hydra.utils import instantiate
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.torch_file import open_without
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "tests" / "support" / "template"
@@ -55,6 +56,23 @@ def test_the_template_composes_with_a_strategy(words):
     assert (strategy.config.stage, strategy.world_size) == (3, 2)
 
 
+def test_groups_in_the_defaults_refuse_another_strategy_until_they_are_removed(tmp_path):
+    shutil.copytree(PROJECT / "configs", tmp_path / "configs")
+    path = tmp_path / "configs" / "train.yaml"
+    text = path.read_text().replace("  - trainer:", "  - zero: stage3\n  - trainer:")
+    path.write_text(f"{text}\nhydra:\n  searchpath: [pkg://lightning_zero.conf]\n")
+    (tmp_path / "configs/trainer/ddp.yaml").write_text("defaults: [default]\nstrategy: ddp\n")
+
+    def strategy(*words):
+        with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path / "configs")):
+            return compose("train", overrides=words).trainer.strategy
+
+    assert strategy().stage == 3
+    assert strategy("trainer=ddp", "~zero") == "ddp"
+    with pytest.raises(ConfigCompositionException, match="leave out zero= with trainer=ddp"):
+        strategy("trainer=ddp")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["trainer=zero1"], ["trainer=zero3"], GROUPS], ids=["zero1", "zero3", "groups"]
@@ -68,7 +86,8 @@ def test_the_template_trains_tests_and_resumes(run, tmp_path, words):
     assert "test/acc" in run("eval", *words, f"ckpt_path={path}")
     resumed = [f"hydra.run.dir={tmp_path}/more", f"ckpt_path={path}", "test=false"]
     run("train", *words, *resumed)
-    assert torch.load(tmp_path / "more" / "checkpoints" / "last.ckpt")["epoch"] == 1
+    last = open_without("src", tmp_path / "more/checkpoints/last.ckpt", weights_only=False)
+    assert last["epoch"] == 1
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def test_the_report_has_throughput_and_overlapped_communication():
     speed = "2.00 steps/s, 4.00 batches/s, 20.0 samples/s, 320 tokens/s, 0.5 TFLOPS per device, "
     assert f"2 rank(s): {speed}25.0% MFU (over 10 steps" in " ".join(text.split())
     assert "mean of 3 recorded steps of 100.0 ms" in text
+    assert "communication: one recorded step of 100.0 ms" in report(num_recorded=1).text()
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "all_gather 15.00 15.0% 5.00 5.0% 256.00 13.4" in rows
     assert "agree 0.00 0.0% 1.00 1.0%" in rows

@@ -2,6 +2,7 @@
 
 import resource
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning_zero.planner import Decoder, DecoderShape, EngineRuns, Job, Machi
 from lightning_zero.planner.engine_run import RankOfGroup, find_repeated_blocks
 from lightning_zero.planner.estimates import Choice, make_memory_estimator
 from lightning_zero.planner.no_step import peak_without_step
+from lightning_zero.planner.shapes_only import ShapesOnly
 from tests.support.planned import MODELS, OFFLOADS, loss_of
 from tests.support.ranks import run_ranks
 
@@ -129,6 +131,18 @@ def test_memory_is_reserved_and_never_written():
     peak = peak_of(EngineRuns, a_decoder(3, width), ZeroConfig(stage=3), size=64)
     assert peak.unsharded_bytes > 2 * 12 * width**2 * 4
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
+
+
+def test_results_that_may_be_indices_are_zeros_and_never_written():
+    def resident_bytes():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident_bytes()
+    with ShapesOnly({}, lambda live_bytes: None):
+        values = torch.empty(2**28)
+        mask = values != values
+    assert resident_bytes() - before < mask.nbytes / 4
+    assert not mask[-1]
 
 
 def _peak_beside_a_group(rank, world_size):

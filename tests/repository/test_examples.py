@@ -144,6 +144,14 @@ def test_a_run_goes_on_from_the_path_that_another_has_printed(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_before_its_first_validation_names_its_last_checkpoint(tmp_path):
+    short = ["trainer.max_steps=2", "callbacks.monitor=null", "trainer.devices=1"]
+    printed = run_main_job(tmp_path, *SMALL, *short)
+    assert "no validation ran: trainer.val_check_interval is longer" in printed
+    assert f"checkpoint: {tmp_path}/checkpoints/last.ckpt\n" in printed
+
+
+@pytest.mark.slow
 def test_a_run_succeeds_where_the_model_stays_sharded_after_it(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
     left_out = "trainer.strategy.unshard_after_fit=false"

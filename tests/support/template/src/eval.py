@@ -15,7 +15,7 @@ from src.objects import make  # noqa: E402
 def main(cfg):
     assert cfg.ckpt_path
     model, data, trainer = make(cfg)
-    trainer.test(model=model, datamodule=data, ckpt_path=cfg.ckpt_path)
+    trainer.test(model=model, datamodule=data, ckpt_path=cfg.ckpt_path, weights_only=False)
     if trainer.is_global_zero:
         print(f"{type(trainer.strategy).__name__} tested:", dict(trainer.callback_metrics))
 

@@ -23,8 +23,8 @@ class Dense(nn.Module):
 class Classifier(L.LightningModule):
     def __init__(self, net, optimizer, scheduler):
         super().__init__()
-        self.save_hyperparameters(logger=False, ignore=["net", "optimizer", "scheduler"])
-        self.net, self.make_optimizer, self.make_scheduler = net, optimizer, scheduler
+        self.save_hyperparameters(logger=False)  # classes, which torch does not load by default
+        self.net = net
         self.train_loss = MeanMetric()
         self.val_acc, self.test_acc = MulticlassAccuracy(4), MulticlassAccuracy(4)
         self.val_acc_best = MaxMetric()
@@ -48,8 +48,8 @@ class Classifier(L.LightningModule):
         self.log("test/acc", self.test_acc, on_step=False, on_epoch=True)
 
     def configure_optimizers(self):
-        optimizer = self.make_optimizer(params=self.trainer.model.parameters())
-        scheduler = self.make_scheduler(optimizer=optimizer)
+        optimizer = self.hparams.optimizer(params=self.trainer.model.parameters())
+        scheduler = self.hparams.scheduler(optimizer=optimizer)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "monitor": "val/acc"},

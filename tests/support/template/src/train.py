@@ -18,11 +18,12 @@ def main(cfg):
         L.seed_everything(cfg.seed, workers=True)
     model, data, trainer = make(cfg, callbacks=all_of(cfg.get("callbacks")))
     if cfg.train:
-        trainer.fit(model=model, datamodule=data, ckpt_path=cfg.get("ckpt_path"))
+        path = cfg.get("ckpt_path")
+        trainer.fit(model=model, datamodule=data, ckpt_path=path, weights_only=False)
     metrics = dict(trainer.callback_metrics)
     if cfg.test:
         path = trainer.checkpoint_callback.best_model_path or None
-        trainer.test(model=model, datamodule=data, ckpt_path=path)
+        trainer.test(model=model, datamodule=data, ckpt_path=path, weights_only=False)
         metrics |= trainer.callback_metrics
     if trainer.is_global_zero:
         print(f"{type(trainer.strategy).__name__} on {trainer.world_size} ranks:", metrics)
