@@ -13,6 +13,7 @@ from lightning_zero.checkpoint.atomic import locate
 from lightning_zero.checkpoint.dcp_reader import is_sharded as is_sharded_path
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.load import load_masters, load_module, load_optimizer
+from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import open_on_all_ranks
 from lightning_zero.checkpoint.states import (
@@ -73,6 +74,7 @@ def save_checkpoint(
     engine.lockstep.barrier("a checkpoint")
     optimizers = list(engine.optimizers)
     checkpoint: dict[str, Any] = {"lr_schedulers": [], **entries}  # the Trainer requires that key
+    replace_sharded_parameters(checkpoint, [engine])
     if is_sharded:
         checkpoint["state_dict"] = sharded_state_dict(engine.module, "parameter")
         states = [sharded_optimizer_state(optimizer, engine) for optimizer in optimizers]

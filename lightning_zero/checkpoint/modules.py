@@ -1,8 +1,9 @@
-"""Saves modules among the hyperparameters: `save_hyperparameters()` with a module as an argument.
+"""Saves modules and parameters that are entries of a checkpoint, such as hyperparameters.
 
-Lightning puts the arguments themselves into a checkpoint, which rank 0 writes, while every rank
-holds a shard of the module. All ranks therefore gather the values of such modules, and rank 0
-writes copies with plain, full parameters. The modules themselves stay sharded.
+With `save_hyperparameters()` Lightning puts a module that is an argument into a checkpoint, which
+rank 0 writes, while every rank holds a shard of the module. All ranks therefore gather the values
+of such modules, and rank 0 writes copies with plain, full parameters. The modules themselves stay
+sharded. The same holds for the values that a user of Fabric saves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,26 +26,46 @@ __all__ = ["replace_sharded_parameters"]
 _SKIPPED_KEYS = {"state_dict", "optimizer_states"}  # large, and without modules
 
 
-def replace_sharded_parameters(checkpoint: dict[str, Any], engine: Engine) -> None:
-    """Replaces entries with sharded parameters by copies with plain ones, on rank 0.
+def replace_sharded_parameters(
+    checkpoint: dict[str, Any],
+    engines: Sequence[Engine],
+    skipped: Collection[str] = _SKIPPED_KEYS,
+) -> None:
+    """Replaces entries with sharded parameters or tensors by copies with plain ones, on rank 0.
 
     Collective: every rank. Other ranks keep their entries. A value that is also in the state dict
-        is
-    stored once.
+    is stored once.
+
+    Args:
+        checkpoint: Entries of a checkpoint.
+        engines: Engines that may hold the parameters.
+        skipped: Keys of entries that have none.
+
+    Raises:
+        ValueError: The entries of ranks have other numbers of sharded tensors.
     """
-    found = {key: _find(value) for key, value in checkpoint.items() if key not in _SKIPPED_KEYS}
-    slots = _slots_of(engine)
-    wanted = [slots[p] for one in found.values() for p in one.parameters if p in slots]
-    wanted_by_rank = engine.comm.control.gather_objects(sorted({*wanted}))
-    if not wanted_by_rank[0]:
-        return
+    found = {key: _find(value) for key, value in checkpoint.items() if key not in skipped}
     named = checkpoint.get("state_dict", {})
-    plain = _unshard(wanted_by_rank[0], engine, named if isinstance(named, Mapping) else {})
-    for sharded in [one for finder in found.values() for one in finder.sharded]:
-        plain[id(sharded)] = sharded.full_tensor().cpu()
-    if engine.comm.rank == 0:
+    plain: dict[int, Any] = {}
+    is_replaced: set[nn.Parameter] = set()
+    for engine in engines:
+        slots = _slots_of(engine)
+        wanted = [slots[p] for one in found.values() for p in one.parameters if p in slots]
+        first = engine.comm.control.gather_objects(sorted({*wanted}))[0]
+        is_replaced |= slots.keys() if first else set()
+        plain |= _unshard(first, engine, named if isinstance(named, Mapping) else {})
+    sharded = [one for finder in found.values() for one in finder.sharded]
+    counts = engines[0].comm.control.gather_objects(len(sharded))
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"the entries of a checkpoint have {counts} sharded tensors, in the order of ranks; "
+            "put the same tensors into them on every rank."
+        )
+    for one in sharded:
+        plain[id(one)] = one.full_tensor().cpu()
+    if engines[0].comm.rank == 0:
         for key, finder in found.items():
-            if finder.sharded or any(p in slots for p in finder.parameters):
+            if finder.sharded or not is_replaced.isdisjoint(finder.parameters):
                 checkpoint[key] = copy.deepcopy(checkpoint[key], dict(plain))
 
 

@@ -70,6 +70,11 @@ class NamedObjects:
 
     # ---------------------------------------------------------------- saving
 
+    @property
+    def skipped_keys(self) -> set[str]:
+        """Keys of a checkpoint whose entries have no sharded parameters but those of an engine."""
+        return {*self.engines, MASTERS_KEY, METADATA_KEY}
+
     def checkpoint(self, filters: _Filter, *, is_sharded: bool) -> dict[str, Any]:
         """The contents of the checkpoint. Collective: every rank.
 

@@ -40,6 +40,7 @@ from lightning_zero._lightning.fabric import (
     _BackwardSyncControl,
 )
 from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
+from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction.building import move_all_but_parameters
@@ -445,6 +446,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             return
         is_sharded = self._saves_shards(objects)
         checkpoint = objects.checkpoint(filter or {}, is_sharded=is_sharded)
+        replace_sharded_parameters(checkpoint, self._engines, objects.skipped_keys)
         comm = next(iter(objects.engines.values())).comm
         (write_sharded if is_sharded else write_full_together)(checkpoint, path, comm)
 
@@ -455,6 +457,8 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             contents = objects.checkpoint(filters, is_sharded=False)
         else:
             contents = self._convert_stateful_objects_in_state(objects.state, dict(filters))
+        if self._engines:
+            replace_sharded_parameters(contents, self._engines, objects.skipped_keys)
 
         def write() -> None:
             self.checkpoint_io.save_checkpoint(contents, path, storage_options)
@@ -529,6 +533,11 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 held = (engine.module, *engine.optimizers)
                 if any(value is one for one in held) or _is_part(value, engine):
                     engines[key] = engine
+                elif any(_is_part(one, engine) or one in engine.optimizers for one in _in(value)):
+                    raise ValueError(
+                        f"the state has a module or optimizer that was set up inside of {key!r}; "
+                        'give each a key of its own: {"model": model, "optimizer": optimizer}.'
+                    )
         return NamedObjects(dict(state), engines)
 
     @override
@@ -582,6 +591,12 @@ class _ZeroModule(nn.Module):
             x.requires_grad if isinstance(x, Tensor) else not isinstance(x, PLAIN)
             for x in tree_leaves((args, kwargs))
         )
+
+
+def _in(value: object) -> list[nn.Module | Optimizer]:
+    """Modules and optimizers inside of `value`, a container."""
+    leaves = [leaf for leaf in tree_leaves(value) if leaf is not value]
+    return [leaf for leaf in leaves if isinstance(leaf, (nn.Module, Optimizer))]
 
 
 def _is_part(value: object, engine: Engine) -> bool:

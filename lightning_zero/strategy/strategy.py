@@ -541,7 +541,7 @@ class ZeroStrategy(EngineStrategy):
         self.last_checkpoint = str(filepath)
         self.num_saves += 1
         if self._engine is not None:
-            replace_sharded_parameters(checkpoint, self._engine)
+            replace_sharded_parameters(checkpoint, [self._engine])
             self._mark_nonfinite(checkpoint, str(filepath), self._engine)
         if self._state_engine is not None and self._saves_shards:
             if storage_options is not None:

@@ -33,7 +33,8 @@ def _save(rank, world_size, stage, is_sharded, path, precision=None):
     module.to(precision)
     engine = engine_for(module, [optimizer], stage)
     _train(engine, module, optimizer, rank, range(2))
-    save_checkpoint(engine, path, {"step": 2, "rng": torch.arange(3)}, is_sharded=is_sharded)
+    entries = {"step": 2, "rng": torch.arange(3), "first": [next(module.parameters())]}
+    save_checkpoint(engine, path, entries, is_sharded=is_sharded)
     losses = _train(engine, module, optimizer, rank, range(2, 4))
     engine.close()
     return losses, arrays(module.state_dict())
@@ -49,6 +50,8 @@ def _resume(rank, world_size, stage, path, precision=None):
     rest = load_checkpoint(engine, path)
     assert rest["step"] == 2
     assert torch.equal(rest["rng"], torch.arange(3))
+    first = next(iter(full_state_dict(engine, is_on_all_ranks=True).values()))
+    assert torch.equal(rest["first"][0], first)
     assert "state_dict" not in rest
     assert "optimizer_states" not in rest
     losses = _train(engine, module, optimizer, rank, range(2, 4))

@@ -221,3 +221,32 @@ def _other_states(rank, world_size, kind, path):
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_ranks_may_name_the_objects_of_a_checkpoint_in_another_order_but_not_others(kind, tmp_path):
     run_ranks(2, _other_states, kind, str(tmp_path / "one.ckpt"), has_group=False)
+
+
+def _tensors(rank, world_size, kind, path):
+    fabric = make((3, kind), world_size)
+    model, optimizer = fabric.setup(*build())
+    other = fabric.setup_module(torch.nn.Linear(3, 3))
+    weight = model.module.gpt.blocks[0].up.weight
+    some = [weight.data, other.module.weight]
+    values = {"weight": weight, "some": some, "state": model.state_dict()}
+    full = weight.data.full_tensor()
+    fabric.save(path, {"model": model, **values})
+    for loaded in (fabric.load(path), values):
+        assert torch.equal(loaded["weight"].detach() + 0, full)
+    fabric.save(path + "2", {"values": values})
+    for saved in (path, path + "2"):
+        loaded = fabric.load(saved)
+        loaded = loaded.get("values", loaded)
+        assert torch.equal(loaded["some"][0], full)
+        assert torch.equal(loaded["some"][1], other.state_dict()["weight"])
+        assert torch.equal(loaded["state"]["gpt.blocks.0.up.weight"], full)
+    for one in (model, optimizer):
+        with pytest.raises(ValueError, match="was set up inside of 'all'"):
+            fabric.save(path, {"all": [one]})
+
+
+@pytest.mark.default_cases("full")
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_values_in_a_checkpoint_may_have_sharded_tensors(kind, tmp_path):
+    run_ranks(2, _tensors, kind, str(tmp_path / "one.ckpt"), has_group=False)
