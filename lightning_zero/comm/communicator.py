@@ -285,6 +285,10 @@ class Communicator:
             tensor.zero_()
         return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name)
 
+    def mean_(self, tensor: Tensor, name: str) -> Tensor:
+        """Averages a dense tensor over all ranks in place and waits."""
+        return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name).div_(self.size)
+
     def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
         """Computes the elementwise maximum over ranks in place and waits.
 

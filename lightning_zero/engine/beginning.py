@@ -43,7 +43,14 @@ from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
 from lightning_zero.tiers.threads import set_step_threads
 
-__all__ = ["Arguments", "closed_on_error", "open_storage", "open_together", "plan_together"]
+__all__ = [
+    "Arguments",
+    "average_gradients",
+    "closed_on_error",
+    "open_storage",
+    "open_together",
+    "plan_together",
+]
 
 
 @dataclass
@@ -136,6 +143,22 @@ def _check(
         given.descriptions |= describe_optimizer(number, optimizer, found, names)
     given.descriptions["ZeroConfig"] = describe_config(config)
     return given
+
+
+def average_gradients(module: nn.Module, comm: Communicator) -> None:
+    """Averages gradients from before the engine, as DDP does with its first backward. Collective.
+
+    A parameter without a gradient on this rank counts as zero if another rank has one.
+    """
+    named = parameters_by_name(module)
+    own = bytes(parameter.grad is not None for parameter in named.values())
+    everyone = comm.control.gather_objects(own)
+    has_any = map(any, zip(*everyone, strict=True))
+    for (name, parameter), is_any in zip(named.items(), has_any, strict=True):
+        if is_any:
+            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach().contiguous()
+            parameter.grad = comm.mean_(dense, f"the gradient of {name} from before the engine")
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
 from lightning_zero.engine.beginning import (
+    average_gradients,
     closed_on_error,
     open_storage,
     open_together,
@@ -142,6 +143,7 @@ class Engine:
         self.device = device = given.device
         self.recorder = self.comm.recorder
         with closed_on_error(self.comm), ExitStack() as undo:
+            average_gradients(module, self.comm)
             self.plan = plan_together(module, config, self.comm, given.probed)
             self.storage = open_storage(self._storage_class, config, self.plan, self.comm)
             undo.callback(self.storage.close)

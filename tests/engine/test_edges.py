@@ -640,3 +640,25 @@ def _differentiate_twice(rank, world_size, stage):
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_gradient_with_a_graph_is_refused(stage):
     run(_differentiate_twice, stage)
+
+
+def _with_earlier_gradients(rank, world_size, stage):
+    """A gradient from before the engine on both ranks, on one, and on none."""
+    net = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    earlier = {"0.weight": rank + 1.0} | ({"1.bias": 4.0} if rank else {})
+    for name, value in earlier.items():
+        net.get_parameter(name).grad = torch.full_like(net.get_parameter(name), value)
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
+    engine.backward(net(torch.ones(1, 3)).sum() * 0)
+    engine.step()
+    engine.close()
+    return {name: (before[name] - p.detach()).mean().item() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", ANY_STAGE)
+def test_gradients_from_before_the_engine_are_averaged_as_by_ddp(stage):
+    mean = {"0.weight": 1.5, "1.bias": 2.0}
+    for steps in run_ranks(2, _with_earlier_gradients, stage):
+        assert steps == pytest.approx({name: 0.1 * mean.get(name, 0) for name in steps}, abs=1e-6)
