@@ -3,6 +3,7 @@
 Imports strategy, for what the Trainer's strategy and this one share, and all below it.
 
     strategy    `ZeroStrategy` for Fabric: an engine for each `setup`, its steps and its states
+    module      a module that was set up, and the engines in the graph of a loss
     objects     the modules, optimizers and values that `fabric.save` and `fabric.load` name
     precision   Fabric's precisions on sharded parameters
 

@@ -1,12 +1,5 @@
 """`Fabric(strategy="zero3")`: an engine for each module that `fabric.setup` is given.
 
-[Note: Engines of a backward] A loss may have been computed by several modules, as in a GAN, and
-only the engines whose parameters or outputs are in its graph take part in its backward: an engine
-that is left out keeps its forward open, for a later loss. With several engines, the graph is
-searched for their parameters, and for the nodes of their modules' outputs: frozen parameters, such
-as those of a discriminator in the step of the generator, are not in the graph. Each rank finds the
-same ones, because all ranks run the same program.
-
 [Note: Gradients in a forward] A gradient penalty calls `torch.autograd.grad` on outputs. Fabric
 refuses all gradients outside of `fabric.backward` if a strategy overrides `backward`, which it
 finds by comparing code. The engine refuses only those that reach parameters. So our method names
@@ -15,16 +8,16 @@ the base's as the one that it wraps, and Fabric compares that one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
@@ -37,15 +30,14 @@ from lightning_zero._lightning.fabric import (
     Optimizable,
     ParallelStrategy,
     Precision,
-    _BackwardSyncControl,
 )
 from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction.building import move_all_but_parameters
-from lightning_zero.core.hooks import PLAIN
 from lightning_zero.engine.engine import Engine
+from lightning_zero.fabric.module import SyncControl, ZeroModule, engines_in_graph, is_part
 from lightning_zero.fabric.objects import NamedObjects
 from lightning_zero.fabric.precision import autocast_dtype, checked_precision
 from lightning_zero.health.world import DEFAULT_TIMEOUT
@@ -64,7 +56,6 @@ from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["ZeroStrategy"]
 
-_CALLED = "lightning_zero: engines"  # in the metadata of nodes that made a module's output
 _SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
 _TRAINERS_SETTINGS = {"async_save", "unshard_after_fit"}
 
@@ -127,7 +118,9 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 f'stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}; "auto" needs the Trainer.'
             )
         if unknown := sorted(settings.keys() - _SETTINGS.keys()):
-            hint = " It needs the Trainer." if unknown[0] in _TRAINERS_SETTINGS else ""
+            near = get_close_matches(unknown[0], _SETTINGS, 1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = " It needs the Trainer." if unknown[0] in _TRAINERS_SETTINGS else hint
             raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.{hint}")
         check_checkpoint_type(checkpoint)
         of_objects = {
@@ -151,7 +144,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             start_method=start_method,
             batch_group_size=batch_group_size,
         )
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = SyncControl()
 
     @property
     def config(self) -> ZeroConfig:
@@ -301,7 +294,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             heartbeat_timeout_s=self._limits.lost_s,
         )  # with a watchdog of its own: no rank regroups after an exception
         self._engines.append(engine)
-        return _ZeroModule(module, engine), optimizers, scheduler
+        return ZeroModule(module, engine), optimizers, scheduler
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -339,7 +332,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
     ) -> None:
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         with ExitStack() as contexts:
-            for engine in self._engines_of(tensor):
+            for engine in engines_in_graph(tensor, self._engines):
                 context = engine.backward_context(
                     retain_graph=retain_graph,
                     loss=tensor,
@@ -347,23 +340,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 )
                 contexts.enter_context(context)
             super().backward(self.scaled_loss(tensor), module, *args, **kwargs)  # type: ignore[arg-type]
-
-    def _engines_of(self, loss: Tensor) -> list[Engine]:
-        """The engines that the graph contains. See [Note: Engines of a backward]."""
-        if len(self._engines) < 2:
-            return self._engines
-        engine_of: dict[Tensor, Engine] = {
-            p: engine for engine in self._engines for p in engine.module.parameters()
-        }
-        found: set[Engine] = set()
-        for node in _nodes_of(loss):
-            parameter = getattr(node, "variable", None)
-            if parameter in engine_of:
-                found.add(engine_of[parameter])
-            found.update(_metadata_of(node).get(_CALLED, ()))
-            if len(found) == len(self._engines):
-                break
-        return [engine for engine in self._engines if engine in found]
 
     def _engine_stepping(self, optimizer: Any) -> Engine:
         for engine in self._engines:
@@ -531,9 +507,9 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         for key, value in state.items():
             for engine in self._engines:
                 held = (engine.module, *engine.optimizers)
-                if any(value is one for one in held) or _is_part(value, engine):
+                if any(value is one for one in held) or is_part(value, engine):
                     engines[key] = engine
-                elif any(_is_part(one, engine) or one in engine.optimizers for one in _in(value)):
+                elif any(is_part(one, engine) or one in engine.optimizers for one in _in(value)):
                     raise ValueError(
                         f"the state has a module or optimizer that was set up inside of {key!r}; "
                         'give each a key of its own: {"model": model, "optimizer": optimizer}.'
@@ -551,83 +527,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         super().teardown()
 
 
-class _ZeroModule(nn.Module):
-    """A module that was set up: Fabric sends calls of marked methods through its `forward`, too."""
-
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        super().__init__()
-        self.module = module
-        self.engine = engine
-
-    @override
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(args, kwargs, is_compiled=torch.compiler.is_compiling())
-
-    # `fabric.setup(torch.compile(module))` compiles this module, but gave the strategy the other
-    # one as it was before. So the graphs begin inside of that one.
-    @torch.compiler.disable(recursive=False)
-    def _call(self, args: Any, kwargs: Any, *, is_compiled: bool) -> Any:
-        if is_compiled:
-            self.engine.schedule.mark_compiled()
-        # A frozen module, such as a teacher, has no backward that would end its forward.
-        with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
-            output = self.module(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self._mark_outputs(output)
-        return output
-
-    @torch.compiler.disable
-    def _mark_outputs(self, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                _metadata_of(leaf.grad_fn).setdefault(_CALLED, []).append(self.engine)
-
-    @torch.compiler.disable
-    def _needs_graph(self, args: Any, kwargs: Any) -> bool:
-        if any(parameter.requires_grad for parameter in self.module.parameters()):
-            return True
-        # Another object may contain tensors: a dataclass, a UserDict.
-        return any(
-            x.requires_grad if isinstance(x, Tensor) else not isinstance(x, PLAIN)
-            for x in tree_leaves((args, kwargs))
-        )
-
-
 def _in(value: object) -> list[nn.Module | Optimizer]:
     """Modules and optimizers inside of `value`, a container."""
     leaves = [leaf for leaf in tree_leaves(value) if leaf is not value]
     return [leaf for leaf in leaves if isinstance(leaf, (nn.Module, Optimizer))]
-
-
-def _is_part(value: object, engine: Engine) -> bool:
-    return isinstance(value, _ZeroModule) and value.engine is engine
-
-
-class _SyncControl(_BackwardSyncControl):
-    """`fabric.no_backward_sync` for one module."""
-
-    @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        if not enabled or not isinstance(module, _ZeroModule):
-            return nullcontext()
-        return module.engine.no_sync()
-
-
-def _metadata_of(node: Any) -> dict[str, list[Engine]]:
-    metadata: dict[str, list[Engine]] = node.metadata  # a dict; torch's stub declares a method
-    return metadata
-
-
-def _nodes_of(loss: Tensor) -> Iterator[Node]:
-    """Yields the nodes of the graph of `loss`, each once."""
-    stack = [loss.grad_fn]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        if node is None:
-            continue
-        yield node
-        for following, _ in node.next_functions:
-            if following not in seen:
-                seen.add(following)
-                stack.append(following)
