@@ -69,7 +69,10 @@ def _train(rank, world_size, cases):
     found = []
     for factory, is_late, spec, options in cases:
         seed_everything(7, verbose=False)
+        # As Lightning does for `configure_model`: random numbers of 16 bits are drawn differently.
+        torch.set_default_dtype(torch.bfloat16 if options else torch.float32)
         module = factory(is_late, ranks=world_size, num_batches=2)
+        torch.set_default_dtype(torch.float32)
         trainer = make_trainer(spec, **options)
         trainer.fit(module)
         assert module.num_built == 1
