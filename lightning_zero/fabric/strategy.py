@@ -40,6 +40,7 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.fabric.module import SyncControl, ZeroModule, engines_in_graph, is_part
 from lightning_zero.fabric.objects import NamedObjects
 from lightning_zero.fabric.precision import autocast_dtype, checked_precision
+from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import WaitLimits, ZeroConfig
 from lightning_zero.layout.mesh import Mesh
@@ -414,8 +415,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             OSError: The checkpoint cannot be written. Raised on every rank.
         """
         path = self.broadcast(path)  # with a check that all ranks are here
-        objects = self._named(state)
-        self._order_together(objects)
+        objects = self._named_together(state)
         io = self.checkpoint_io if is_user_io(self.checkpoint_io) else None
         if not objects.engines or io is not None or storage_options is not None:
             self._save_by_io(path, objects, storage_options, filter or {})
@@ -474,8 +474,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 contents = contents.get("state_dict", contents)
             self._named({"raw": state}).load({"raw": contents}, strict=strict)
             return {}
-        objects = self._named(state)
-        self._order_together(objects)
+        objects = self._named_together(state)
         remainder = objects.load(contents, strict=strict)
         state.update(objects.state)
         return remainder
@@ -502,14 +501,23 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         if list(own) != list(everyone[0]):
             objects.reorder(everyone[0])
 
+    def _named_together(self, state: Mapping[str, Any]) -> NamedObjects:
+        """As `_named`, in the same order on every rank; if a rank fails, all do. Collective."""
+        gather = self.gather_for("the objects of a checkpoint")
+        with failing_together("name the objects of a checkpoint", gather=gather):
+            objects = self._named(state)
+        self._order_together(objects)
+        return objects
+
     def _named(self, state: Mapping[str, Any]) -> NamedObjects:
         engines: dict[str, Engine] = {}
         for key, value in state.items():
+            inside = _in(value)
             for engine in self._engines:
                 held = (engine.module, *engine.optimizers)
                 if any(value is one for one in held) or is_part(value, engine):
                     engines[key] = engine
-                elif any(is_part(one, engine) or one in engine.optimizers for one in _in(value)):
+                elif any(is_part(one, engine) or one in engine.optimizers for one in inside):
                     raise ValueError(
                         f"the state has a module or optimizer that was set up inside of {key!r}; "
                         'give each a key of its own: {"model": model, "optimizer": optimizer}.'

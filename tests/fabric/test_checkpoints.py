@@ -244,6 +244,8 @@ def _tensors(rank, world_size, kind, path):
     for one in (model, optimizer):
         with pytest.raises(ValueError, match="was set up inside of 'all'"):
             fabric.save(path, {"all": [one]})
+    with pytest.raises((ValueError, RuntimeError), match="was set up inside of 'one'"):
+        fabric.save(path, {"model": model, "one": [model] if rank else [1]})
 
 
 @pytest.mark.default_cases("full")
