@@ -140,7 +140,12 @@ class Communicator:
         except BaseException:
             self.close()
             raise
-        self._open_axes()
+        try:
+            self._open_axes()
+        except BaseException as error:
+            self.abort(error)  # other ranks may wait for this rank in making groups
+            self.close()
+            raise
 
     def free_scratch(self) -> None:
         """Frees the memory that is kept for the next reduction."""
@@ -287,7 +292,7 @@ class Communicator:
 
     def mean_(self, tensor: Tensor, name: str) -> Tensor:
         """Averages a dense tensor over all ranks in place and waits."""
-        return self._all_reduce_small(tensor, dist.ReduceOp.SUM, name).div_(self.size)
+        return self._all_reduce_small(tensor.div_(self.size), dist.ReduceOp.SUM, name)
 
     def max_(self, tensor: Tensor, name: str = "a maximum over ranks") -> Tensor:
         """Computes the elementwise maximum over ranks in place and waits.

@@ -100,8 +100,8 @@ def open_together(
             if failure is not None:
                 raise failure
         assert given is not None
-        of_groups = {"number of ranks": str(group_size)}  # also for "node"
-        compare(control, given.descriptions | {"sharding_group_size": of_groups})
+        group_description = {"number of ranks": str(group_size)}  # also for "node"
+        compare(control, given.descriptions | {"sharding_group_size": group_description})
 
     comm = open_comm(
         torch.device("cpu") if given is None else given.device,
@@ -148,17 +148,20 @@ def _check(
 def average_gradients(module: nn.Module, comm: Communicator) -> None:
     """Averages gradients from before the engine, as DDP does with its first backward. Collective.
 
-    A parameter without a gradient on this rank counts as zero if another rank has one.
+    A parameter without a gradient on this rank counts as zero if another rank has one. Gradients of
+    frozen parameters stay as they are.
     """
-    named = parameters_by_name(module)
+    named = {n: p for n, p in parameters_by_name(module).items() if p.requires_grad}
     own = bytes(parameter.grad is not None for parameter in named.values())
     everyone = comm.control.gather_objects(own)
     has_any = map(any, zip(*everyone, strict=True))
     for (name, parameter), is_any in zip(named.items(), has_any, strict=True):
         if is_any:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach().contiguous()
-            parameter.grad = comm.mean_(dense, f"the gradient of {name} from before the engine")
+            dense = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
+            parameter.grad = comm.mean_(
+                dense.contiguous(), f"the gradient of {name} from before the engine"
+            )
 
 
 @contextmanager
@@ -179,7 +182,8 @@ def _find_device(module: nn.Module, device: torch.device | None) -> torch.device
         if has_placement(parameter) and partial_of(parameter) is None:
             raise ValueError(
                 f"parameter {name} is held by another engine; one module trains under one strategy "
-                "at a time: call close() on the other engine, or let its fit end, first."
+                "at a time: call close() on the other engine, or let its fit end, first. If the "
+                "other engine could not be made, build a new module."
             )
         devices.setdefault(parameter.device, name)
     if not devices:

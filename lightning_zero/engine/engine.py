@@ -142,7 +142,7 @@ class Engine:
         )
         self.device = device = given.device
         self.recorder = self.comm.recorder
-        with closed_on_error(self.comm), ExitStack() as undo:
+        with ExitStack() as undo, closed_on_error(self.comm):
             average_gradients(module, self.comm)
             self.plan = plan_together(module, config, self.comm, given.probed)
             self.storage = open_storage(self._storage_class, config, self.plan, self.comm)
@@ -156,7 +156,9 @@ class Engine:
             self.lockstep = Lockstep(self.schedule, self.comm)
             for bucket in self.buckets:
                 BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order).install()
+            undo.callback(self.schedule.mark_lost)
             self._hooks = Hooks(module, self.buckets, self.schedule)
+            undo.callback(self._hooks.detach)
             self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,

@@ -17,6 +17,7 @@ from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction import building
 from lightning_zero.engine import beginning
 from lightning_zero.engine.consistency import describe_optimizer
+from lightning_zero.engine.optimizers import AttachedOptimizers
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
@@ -430,3 +431,26 @@ def test_one_optimizer_needs_no_list(stage):
     engine.close()
     with pytest.raises(TypeError, match=r"a torch\.optim\.Optimizer or a list of them, got str"):
         Engine(module, optimizers="Adam")
+
+
+def test_a_failed_construction_leaves_no_hooks_and_no_files(tmp_path, monkeypatch):
+    """Its parameters are then unusable, and an error gives the cure."""
+    module = layers(4, 8, 4)
+    forwards = [layer.forward for layer in module]
+
+    def fail(*args):
+        raise RuntimeError("no optimizer can be added")
+
+    monkeypatch.setattr(AttachedOptimizers, "add", fail)
+    config = ZeroConfig(
+        3,
+        activation_checkpointing=["Linear"],
+        offload_optimizer=OffloadConfig("nvme", nvme_path=str(tmp_path)),
+    )
+    with pytest.raises(RuntimeError, match="no optimizer can be added"):
+        Engine(module, [Adam(module.parameters())], config)
+    assert not list(tmp_path.iterdir())
+    assert [layer.forward for layer in module] == forwards
+    assert not any(one._forward_pre_hooks or one._forward_hooks for one in module.modules())
+    with pytest.raises(ValueError, match="If the other engine could not be made, build a new"):
+        Engine(module)

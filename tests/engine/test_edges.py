@@ -649,6 +649,7 @@ def _with_earlier_gradients(rank, world_size, stage):
     earlier = {"0.weight": rank + 1.0} | ({"1.bias": 4.0} if rank else {})
     for name, value in earlier.items():
         net.get_parameter(name).grad = torch.full_like(net.get_parameter(name), value)
+    net[2].weight.grad = torch.full((3, 3), 6.0 * rank).to_sparse()
     before = {name: p.detach().clone() for name, p in net.named_parameters()}
     engine = Engine(net, [optimizer], ZeroConfig(stage=stage))
     engine.backward(net(torch.ones(1, 3)).sum() * 0)
@@ -659,6 +660,6 @@ def _with_earlier_gradients(rank, world_size, stage):
 
 @pytest.mark.parametrize("stage", ANY_STAGE)
 def test_gradients_from_before_the_engine_are_averaged_as_by_ddp(stage):
-    mean = {"0.weight": 1.5, "1.bias": 2.0}
+    mean = {"0.weight": 1.5, "1.bias": 2.0, "2.weight": 3.0}
     for steps in run_ranks(2, _with_earlier_gradients, stage):
         assert steps == pytest.approx({name: 0.1 * mean.get(name, 0) for name in steps}, abs=1e-6)
