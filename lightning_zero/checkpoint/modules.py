@@ -9,7 +9,6 @@ sharded. The same holds for the values that a user of Fabric saves.
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -69,11 +68,18 @@ def replace_sharded_parameters(
                 checkpoint[key] = copy.deepcopy(checkpoint[key], dict(plain))
 
 
+class _Sink:
+    """A file that keeps nothing."""
+
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
+
+
 class _TensorFinder(pickle.Pickler):
     """Finds parameters and sharded tensors anywhere in an object, by pickling it."""
 
     def __init__(self) -> None:
-        super().__init__(io.BytesIO())
+        super().__init__(_Sink(), protocol=5)  # which copies no large buffer
         self.parameters: dict[nn.Parameter, None] = {}
         self.sharded: list[ShardedTensor] = []
 

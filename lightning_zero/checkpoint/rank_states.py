@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
@@ -38,6 +39,7 @@ __all__ = [
     "set_random_state",
 ]
 
+_MAX_GATHERED_BYTES = 2**30
 _SIZES_KEY = "rank_state_bytes"  # in the entry `METADATA_KEY`: number of bytes of every rank
 
 
@@ -112,9 +114,16 @@ def gather_rank_states(
 ) -> None:
     """Adds the states of all ranks to rank 0's full `checkpoint`. Collective.
 
-    `state`: that of this rank. Every rank raises if a state cannot be pickled.
+    `state`: that of this rank. Every rank raises if a state cannot be pickled. States that would
+    fill the memory of rank 0 are left out, with a warning.
     """
     encoded, sizes = encode_on_all_ranks(state, control.gather_objects)
+    if max(sizes) * len(sizes) > _MAX_GATHERED_BYTES:  # rank 0 receives buffers of equal size
+        rank_zero_warn(
+            f"the full checkpoint is saved without the states of its {len(sizes)} ranks, of up to "
+            f'{max(sizes)} bytes each; ZeroStrategy(checkpoint="sharded") saves them.'
+        )
+        return
     if everyone := control.collect_objects(encoded):
         add_rank_states(checkpoint, torch.cat(everyone), sizes)
 

@@ -176,7 +176,8 @@ def _refusal_text(text: str) -> str:
         return text
     return (
         f"Weights only load failed: {refusal[1]} is not loaded by default. If you trust the file, "
-        "pass weights_only=False to fit, test or load_from_checkpoint; or save without it: "
+        "pass weights_only=False where you load it (fit, test, load_from_checkpoint, fabric.load); "
+        "or save without it: "
         "save_hyperparameters(ignore=[...])."
     )
 

@@ -15,7 +15,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     batch_group       ranks that get the same samples
     requeue           requeueing of a SLURM job between two batches
     resume            the checkpoint from which a run resumes
-    rank_state        random generators and data loaders of each rank, in sharded checkpoints
+    rank_state        random generators and data loaders of each rank, in checkpoints
     loops             the check of all ranks between two batches, and evaluation with a different
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes
