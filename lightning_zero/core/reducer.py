@@ -222,7 +222,7 @@ class Reducer:
         """Ends the backward with a round, and returns the flags of any rank. Collective."""
         packed = self._order.finalize_backward(self._own_flags, self.wait_for_reduction)
         flags = _Flags.unpack(packed, [len(bucket.parameters) for bucket in self._buckets])
-        self._has_nonfinite = self.guard.receive_flags(flags.of_guard)
+        self._has_nonfinite = self.guard.receive_flags(flags.guard_flags)
         return flags
 
     def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
@@ -309,18 +309,18 @@ class _Flags:
         is_late: By bucket: gradients have come after its reduction.
         is_partial: By bucket: its mean is one over the shard group only.
         is_touched: By bucket and slot: there is a gradient.
-        of_guard: Two flags of `NonfiniteGuard`.
+        guard_flags: Two flags of `NonfiniteGuard`.
     """
 
     is_late: Sequence[bool]
     is_partial: Sequence[bool]
     is_touched: Sequence[list[bool]]
-    of_guard: Sequence[bool]
+    guard_flags: Sequence[bool]
 
     def pack(self) -> bytes:
         """One byte per flag, in the order of the attributes."""
         touched = [flag for slots in self.is_touched for flag in slots]
-        return bytes([*self.is_late, *self.is_partial, *touched, *self.of_guard])
+        return bytes([*self.is_late, *self.is_partial, *touched, *self.guard_flags])
 
     @classmethod
     def unpack(cls, packed: bytes, num_slots: Sequence[int]) -> _Flags:

@@ -129,6 +129,11 @@ class Waits:
         """Whether this thread has announced a wait."""
         return threading.get_ident() in self._announced
 
+    @property
+    def has_main_thread(self) -> bool:
+        """Whether the main thread has announced a wait."""
+        return self._main in self._announced
+
     def count_issued(self) -> int:
         """Counts a collective of the data plane, and returns its number, from 1."""
         self._num_issued += 1
@@ -201,7 +206,7 @@ class Waits:
         with _garbage_collection_off():
             frames = user_frames(_frame_of(self._main))
         everyone = (self, *self._find_others())
-        owner = next((waits for waits in everyone if self._main in waits._announced), self)
+        owner = next((waits for waits in everyone if waits.has_main_thread), self)
         wait = owner.main_thread_wait()
         if wait is None:
             return RankStatus(moment, "", 0.0, False, frames)

@@ -95,7 +95,7 @@ class Watchdog:
 
     Attributes:
         waits: Waits of this process, and its count of collectives.
-        can_regroup: As given.
+        can_regroup: Whether the ranks regroup after a failure.
     """
 
     def __init__(
@@ -512,7 +512,7 @@ class Watchdog:
     def _end_other_waits(self, entry: LogEntry) -> None:
         """After a deadlock: ranks may wait in other engines, with watchdogs of their own."""
         for other in _running():
-            if other is not self and other.waits:
+            if other is not self and other.waits.has_main_thread:
                 other._actions.put(partial(other._append, entry))
                 other._peers.wake()
 
