@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import io
 import random
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
@@ -119,10 +119,12 @@ def gather_rank_states(
     """
     encoded, sizes = encode_on_all_ranks(state, control.gather_objects)
     if max(sizes) * len(sizes) > _MAX_GATHERED_BYTES:  # rank 0 receives buffers of equal size
-        rank_zero_warn(
-            f"the full checkpoint is saved without the states of its {len(sizes)} ranks, of up to "
-            f'{max(sizes)} bytes each; ZeroStrategy(checkpoint="sharded") saves them.'
-        )
+        if control.rank == 0:
+            warnings.warn(
+                f"the full checkpoint is saved without the states of its {len(sizes)} ranks, of up "
+                f'to {max(sizes)} bytes each; ZeroStrategy(checkpoint="sharded") saves them.',
+                stacklevel=2,
+            )
         return
     if everyone := control.collect_objects(encoded):
         add_rank_states(checkpoint, torch.cat(everyone), sizes)

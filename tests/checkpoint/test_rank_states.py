@@ -15,9 +15,10 @@ import torch
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint import open_checkpoint, rank_states
 from lightning_zero.checkpoint.rank_states import (
     encode_state,
+    gather_rank_states,
     random_state,
     rank_state_shard,
     read_rank_state,
@@ -25,6 +26,7 @@ from lightning_zero.checkpoint.rank_states import (
 )
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
+from lightning_zero.comm.control import GlooControlPlane
 from tests.support.fitting import make_trainer, settings
 from tests.support.ranks import RankError, run_ranks
 
@@ -262,3 +264,14 @@ def test_a_class_that_weights_only_refuses_is_not_loaded():
     }
     with pytest.raises(pickle.UnpicklingError):
         read_rank_state(checkpoint, 0, weights_only=True)
+
+
+def test_states_that_would_fill_the_memory_are_left_out_of_a_full_checkpoint(monkeypatch):
+    alone, checkpoint = GlooControlPlane.__new__(GlooControlPlane), {}
+    alone.rank, alone.size, alone._group = 0, 1, None
+    gather_rank_states(checkpoint, {"loaders": [1]}, alone)
+    assert read_rank_state(checkpoint, 0) == {"loaders": [1]}
+    monkeypatch.setattr(rank_states, "_MAX_GATHERED_BYTES", 100)
+    with pytest.warns(UserWarning, match=r"without the states of its 1 ranks, of up to \d+ bytes"):
+        gather_rank_states(empty := {}, {"loaders": [1]}, alone)
+    assert not empty
