@@ -14,8 +14,8 @@ from __future__ import annotations
 import os
 import resource
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -140,12 +140,8 @@ class Communicator:
         except BaseException:
             self.close()
             raise
-        try:
+        with self.closed_on_error():
             self._open_axes()
-        except BaseException as error:
-            self.abort(error)  # other ranks may wait for this rank in making groups
-            self.close()
-            raise
 
     def free_scratch(self) -> None:
         """Frees the memory that is kept for the next reduction."""
@@ -335,6 +331,16 @@ class Communicator:
         self._channels = [other for other in self._channels if other.is_open]
         self._channels.append(channel)
         return channel
+
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Context that aborts and closes if its body raises: other ranks may wait for this one."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort(error)
+            self.close()
+            raise
 
     def abort(self, error: BaseException | None = None) -> None:
         """Ends the other ranks' waits for this rank with an error that names `error`.

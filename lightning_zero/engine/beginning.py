@@ -6,9 +6,8 @@ A rank whose arguments cannot be used takes part in the comparison, so that no r
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -46,14 +45,13 @@ from lightning_zero.tiers.threads import set_step_threads
 __all__ = [
     "Arguments",
     "average_gradients",
-    "closed_on_error",
     "open_storage",
     "open_together",
     "plan_together",
 ]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Arguments:
     """Arguments of an engine that this rank has checked.
 
@@ -69,7 +67,7 @@ class Arguments:
     probed: list[tuple[Optimizer, ProbeResult]]
     checkpointed_modules: list[str]
     warned: list[str]
-    descriptions: dict[str, dict[str, str]] = field(default_factory=dict)
+    descriptions: dict[str, dict[str, str]]
 
 
 def open_together(
@@ -133,16 +131,13 @@ def _check(
     _check_can_be_held(parameters_by_name(module))
     look = partial(look, module=module, config=config, device=device)
     probed = [(optimizer, look(optimizer)) for optimizer in opts]
-    given = Arguments(
-        device, probed, find_checkpointed(module, config.checkpointed_modules), warned
-    )
-    given.descriptions |= {"the installed versions": describe_software()}
-    given.descriptions |= describe_module(module, config)
     names = {parameter: name for name, parameter in parameters_by_name(module).items()}
+    descriptions = {"the installed versions": describe_software()} | describe_module(module, config)
     for number, (optimizer, found) in enumerate(probed):
-        given.descriptions |= describe_optimizer(number, optimizer, found, names)
-    given.descriptions["ZeroConfig"] = describe_config(config)
-    return given
+        descriptions |= describe_optimizer(number, optimizer, found, names)
+    descriptions["ZeroConfig"] = describe_config(config)
+    checkpointed = find_checkpointed(module, config.checkpointed_modules)
+    return Arguments(device, probed, checkpointed, warned, descriptions)
 
 
 def average_gradients(module: nn.Module, comm: Communicator) -> None:
@@ -162,17 +157,6 @@ def average_gradients(module: nn.Module, comm: Communicator) -> None:
             parameter.grad = comm.mean_(
                 dense.contiguous(), f"the gradient of {name} from before the engine"
             )
-
-
-@contextmanager
-def closed_on_error(comm: Communicator) -> Generator[None, None, None]:
-    """Ends `comm` if the block raises: other ranks may wait for this rank's next collective."""
-    try:
-        yield
-    except BaseException as error:
-        comm.abort(error)
-        comm.close()
-        raise
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:

@@ -36,7 +36,6 @@ from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
 from lightning_zero.engine.beginning import (
     average_gradients,
-    closed_on_error,
     open_storage,
     open_together,
     plan_together,
@@ -142,7 +141,7 @@ class Engine:
         )
         self.device = device = given.device
         self.recorder = self.comm.recorder
-        with ExitStack() as undo, closed_on_error(self.comm):
+        with ExitStack() as undo, self.comm.closed_on_error():
             average_gradients(module, self.comm)
             self.plan = plan_together(module, config, self.comm, given.probed)
             self.storage = open_storage(self._storage_class, config, self.plan, self.comm)
