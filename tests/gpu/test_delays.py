@@ -25,7 +25,7 @@ CASES = {
 }
 
 
-def _delay_side_streams(seed: int) -> None:
+def delay_side_streams(seed: int) -> None:
     """From now on, what is queued on a side stream starts late, by another time each time."""
     delays, on = random.Random(seed), streams.on
 
@@ -53,7 +53,7 @@ def _train(rank, world_size, backend, config):
 
 def _compare(rank, world_size, backend, config):
     expected = _train(rank, world_size, backend, config)
-    _delay_side_streams(seed=rank)
+    delay_side_streams(seed=rank)
     found = _train(rank, world_size, backend, config)
     differing = [name for name, value in found.items() if not torch.equal(value, expected[name])]
     assert not differing

@@ -1,4 +1,7 @@
-"""Trains a module under any strategy, the same way, and returns the outcome."""
+"""Trains a module under any strategy, the same way, and returns the outcome.
+
+With LIGHTNING_ZERO_TEST_DEVICE=cuda in the environment all ranks train on one GPU.
+"""
 
 from __future__ import annotations
 
@@ -54,13 +57,32 @@ class Outcome:
     learning_rates: list[float] = field(default_factory=list)
 
 
+# "cuda": all ranks of these Trainers share one GPU, over gloo; NCCL allows one rank per GPU.
+DEVICE = torch.device(os.environ.get("LIGHTNING_ZERO_TEST_DEVICE", "cpu"))
+
+
 def make_strategy(spec: Spec) -> Any:
     """A registered name as it is, settings as a ZeroStrategy."""
-    if isinstance(spec, str):
-        return spec
     from lightning_zero import ZeroStrategy
 
-    return ZeroStrategy(**spec)
+    if DEVICE.type == "cuda":
+        return _on_one_gpu(spec)
+    return spec if isinstance(spec, str) else ZeroStrategy(**spec)
+
+
+def _on_one_gpu(spec: Spec) -> Any:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_zero import ZeroStrategy
+
+    kind, options = ZeroStrategy, dict(spec) if not isinstance(spec, str) else {}
+    if isinstance(spec, str):
+        if spec not in StrategyRegistry:
+            return spec
+        kind, options = (StrategyRegistry[spec][key] for key in ("strategy", "init_params"))
+    devices = [torch.device("cuda", 0)] * int(os.environ.get("WORLD_SIZE", "1"))
+    shared = {"parallel_devices": devices, "process_group_backend": "gloo"}
+    return kind(**{**shared, **options})
 
 
 def make_trainer(spec: Spec, **options: Any) -> Trainer:
@@ -78,7 +100,21 @@ def make_trainer(spec: Spec, **options: Any) -> Trainer:
     }
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-    return Trainer(**{"strategy": make_strategy(spec), **defaults, **options})
+    given = {"strategy": make_strategy(spec), **defaults, **options}
+    if DEVICE.type == "cuda":
+        _compute_exactly()
+        given["accelerator"] = "gpu"
+        given["devices"] = 1 if given["strategy"] == "auto" else "auto"
+    return Trainer(**given)
+
+
+def _compute_exactly() -> None:
+    """Lets a GPU give the same sums in every run, in fp32."""
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.benchmark = False
+    warnings.filterwarnings("ignore", ".*deterministic.*")
 
 
 def fit(

@@ -181,13 +181,15 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between two layers; returns a loss."""
 
-    def __init__(self, program: Program, *, is_sharded: bool) -> None:
+    def __init__(
+        self, program: Program, *, is_sharded: bool, device: torch.device | str = "cpu"
+    ) -> None:
         super().__init__()
         torch.manual_seed(program.seed)
         self.begin = nn.Linear(3, WIDTH)
         self.blocks = nn.ModuleList(Block(kind, is_sharded=is_sharded) for kind in program.blocks)
         self.end = nn.Linear(WIDTH, 1)
-        self.double()
+        self.to(device, torch.float64)
         for block in self.blocks:
             if block.kind == "tied by storage" and is_sharded:
                 block.second.weight.data = block.first.weight.data
@@ -230,14 +232,15 @@ class Side:
     program: Program
     module: Model
     optimizer: Optimizer
+    device: str = "cpu"
     seen: list[tuple[str, float]] = field(default_factory=list)
     held: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, program: Program, **more: Any) -> Any:
-        module = Model(program, is_sharded=cls is Sharded)
+    def begin(cls, program: Program, device: str = "cpu", **more: Any) -> Any:
+        module = Model(program, is_sharded=cls is Sharded, device=device)
         optimizer = OPTIMIZERS[program.optimizer](_parameters(module))
-        return cls(program, module, optimizer, **more)
+        return cls(program, module, optimizer, device, **more)
 
     def run(self) -> list[tuple[str, float]]:
         for number, step in enumerate(self.program.steps):
@@ -252,6 +255,9 @@ class Side:
             self.act_all(BETWEEN, number, step)
         self.note("end", self.values())
         return self.seen
+
+    def batch(self, rank: int, step: int, micro_batch: int) -> Tensor:
+        return _batch(self.program, rank, step, micro_batch).to(self.device)
 
     def act_all(self, names: Sequence[str], number: int, step: Step) -> None:
         for name, choice in step.actions:
@@ -322,7 +328,7 @@ class Plain(Side):
                     for parameter, values in zip(_parameters(self.module), before, strict=True):
                         parameter.data.copy_(values)
                     self.module.in_forward = list(calls)
-                loss = self.module(_batch(self.program, rank, number, micro_batch))
+                loss = self.module(self.batch(rank, number, micro_batch))
                 self.seen.append((f"loss of rank {rank}", loss.item()))
                 share = loss / step.num_micro_batches / size
                 grads = torch.autograd.grad(share, parameters, allow_unused=True)
@@ -354,7 +360,7 @@ class Plain(Side):
     def forward_without_gradients(self, number: int) -> None:
         with torch.no_grad():
             for rank in range(self.program.world_size):
-                loss = self.module(_batch(self.program, rank, number, 99))
+                loss = self.module(self.batch(rank, number, 99))
                 self.seen.append((f"loss of rank {rank}", loss.item()))
 
     def values(self) -> list[Tensor]:
@@ -384,7 +390,7 @@ class Sharded(Side):
         for micro_batch in range(step.num_micro_batches):
             is_last = micro_batch == step.num_micro_batches - 1
             with nullcontext() if is_last else self.engine.no_sync():
-                loss = self.module(_batch(self.program, self.rank, number, micro_batch))
+                loss = self.module(self.batch(self.rank, number, micro_batch))
                 self.seen.append((f"loss of rank {self.rank}", loss.item()))
                 self.engine.backward(loss / step.num_micro_batches)
 
@@ -407,7 +413,7 @@ class Sharded(Side):
 
     def forward_without_gradients(self, number: int) -> None:
         with torch.no_grad():
-            loss = self.module(_batch(self.program, self.rank, number, 99))
+            loss = self.module(self.batch(self.rank, number, 99))
         self.seen.append((f"loss of rank {self.rank}", loss.item()))
 
     def values(self) -> list[Tensor]:
@@ -428,7 +434,7 @@ class Sharded(Side):
         self.engine.comm.control.gather_objects(None)  # the file is there
         self.engine.close()
         state, states = torch.load(name)
-        self.module = Model(self.program, is_sharded=True)
+        self.module = Model(self.program, is_sharded=True, device=self.device)
         self.module.load_state_dict(state)
         for parameter, is_trained in zip(_parameters(self.module), trained, strict=True):
             parameter.requires_grad_(is_trained)
@@ -437,15 +443,15 @@ class Sharded(Side):
         load_optimizer_state_dict(self.optimizer, self.engine.buckets, states)
 
 
-def run_plain(program: Program) -> list[tuple[str, float]]:
-    return Plain.begin(program).run()
+def run_plain(program: Program, device: str = "cpu") -> list[tuple[str, float]]:
+    return Plain.begin(program, device).run()
 
 
-def run_sharded(rank: int, world_size: int, seeds: Sequence[int]) -> list[Any]:
+def run_sharded(rank: int, world_size: int, seeds: Sequence[int], device: str = "cpu") -> list[Any]:
     """On one of the ranks: by seed what was seen, or the error of a program."""
     outcomes: list[Any] = []
     for seed in seeds:
-        side = Sharded.begin(Program.of(seed, world_size=world_size), rank=rank)
+        side = Sharded.begin(Program.of(seed, world_size=world_size), device, rank=rank)
         outcomes.append(side.run())
         side.engine.close()
     return outcomes
