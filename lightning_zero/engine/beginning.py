@@ -154,9 +154,10 @@ def average_gradients(module: nn.Module, comm: Communicator) -> None:
         if is_any:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dense = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
-            parameter.grad = comm.mean_(
+            mean = comm.mean_(
                 dense.contiguous(), f"the gradient of {name} from before the engine"
             )
+            parameter.grad = mean.to(parameter.device)  # the module is not on the device yet
 
 
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:

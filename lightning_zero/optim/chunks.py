@@ -172,11 +172,15 @@ class ChunkStep:
         if MASTER in self.chunk.files:
             return
         stored = self._store.fetch(self.chunk.start, self.chunk.stop)
+        self._master = self._to_device(stored)
+        if stored.device.type == "cuda" and self.bucket_step.device.type == "cpu":
+            self._arrival = streams.current(stored.device).record_event()
+
+    def _to_device(self, stored: Tensor) -> Tensor:
+        """Starts to copy `stored`, which is pinned if it is on the CPU."""
         device, copy_span = self.bucket_step.device, self._shards.storage.recorder.copy_span
         with copy_span(self._name, stored.nbytes, stored.device, device):
-            self._master = stored.to(device, non_blocking=True)  # pinned, if on the CPU
-        if stored.device.type == "cuda" and device.type == "cpu":
-            self._arrival = streams.current(stored.device).record_event()
+            return stored.to(device, non_blocking=True)
 
     def load(self, views: list[Tensor]) -> list[Slice]:
         """Returns the slices to step, with gradients and states.
@@ -186,7 +190,8 @@ class ChunkStep:
         """
         if self.chunk.files:
             self._memory = self.chunk.tensors(views)
-            self._master = self._memory.get(MASTER, self._master)
+            if MASTER in self._memory:
+                self._master = self._to_device(self._memory[MASTER])
         if self._arrival is not None:
             self._arrival.synchronize()
         layout, chunk = self._shards.layout, self.chunk
@@ -209,7 +214,9 @@ class ChunkStep:
                 self._state[parameter] = state
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
-        if MASTER not in self._memory:
+        if MASTER in self._memory:
+            _write(self._memory[MASTER], self._master)  # waits for the device: it is written next
+        else:
             storage.upload(self._master, self._store, start, self._name)
         if shards.has_separate_master:
             if PARAM in self._memory:

@@ -22,6 +22,7 @@ WAYS = {
     "optimizer on the CPU": {"offload_optimizer": "cpu"},
     "all on the CPU": {"offload_optimizer": "cpu", "offload_param": "cpu", "overlap_step": True},
     "parameters on the CPU": {"offload_param": "cpu"},
+    "parameters in files": {"offload_param": NVME},
     "all in files": {"offload_optimizer": NVME, "offload_param": NVME},
     "groups": {"sharding_group_size": 1},
 }

@@ -47,11 +47,12 @@ _PLACES: dict[str, dict[str, Any]] = {
     "cpu parameters": {"offload_param": "cpu"},
     "cpu both": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "nvme optimizer": {"offload_optimizer": _NVME},
+    "nvme parameters": {"offload_param": _NVME},
     "nvme both": {"offload_optimizer": _NVME, "offload_param": _NVME},
     "nvme gradients": {"offload_optimizer": {**_NVME, "max_in_cpu_bytes": 0}},
     "half": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
 }
-_LIKE_OTHERS = ("nvme optimizer", "nvme gradients", "half")
+_LIKE_OTHERS = ("nvme parameters", "nvme optimizer", "nvme gradients", "half")
 _PRECISIONS = ("fp32", "bf16", "fp16")
 _WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -114,6 +115,7 @@ _CHOSEN = """
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
 3, cpu both, fp32, no group
+3, nvme parameters, fp32, plain
 3, nvme both, fp32, no group
 3, nvme optimizer, fp32, average
 3, nvme both, bf16, overlap

@@ -417,7 +417,8 @@ class Sharded(Side):
         self.seen.append((f"loss of rank {self.rank}", loss.item()))
 
     def values(self) -> list[Tensor]:
-        for tensor in self.held:  # whatever they show, they must be there
+        # Whatever they show, they must be there. Freed memory of a device can not be read.
+        for tensor in self.held if self.device == "cpu" else ():
             tensor.sum()
         with gathered(self.module):
             return [p.detach().clone() for p in _parameters(self.module)]
