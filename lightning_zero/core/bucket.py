@@ -9,9 +9,9 @@ slot if the layout has tensor owners.
 - Unsharded parameters (`Bucket.unsharded_params`): flat buffer in the parameter dtype with an n-D
   view for each slot, with which forward and backward compute; the output of the all-gather. If
   parameters are sharded (stage 3), it holds memory only while they are unsharded.
-- Parameter shard (`Shards.param_shard`): own elements, 1-D, parameter dtype. A slice of the
-  unsharded parameters or, if parameters are sharded, the all-gather input
-  (`Shards.all_gather_input`), which is a tensor of its own, on its tier.
+- Parameter shard (`Shards.param_shard`): own elements, 1-D. A slice of the unsharded parameters or,
+  if parameters are sharded, the all-gather input (`Shards.all_gather_input`), which is a tensor of
+  its own, on its tier: in the parameter dtype, or the master, of which a cast is sent.
 - Master, or main parameter (`Shards.master`): own elements, 1-D, master dtype; the optimizer steps
   it. It is float32 if parameters are narrower, else the parameter shard itself.
 - Sharded parameter view (`Shards.sharded_views`): what `.data` points at while the parameter is
@@ -208,9 +208,7 @@ class Bucket:
         self.comm.broadcast_(values.tensor)
         if values is not unsharded:
             unsharded.tensor.copy_(values.tensor)
-        shards.init_params()
-        if self.plan.begins_with_master:
-            shards.init_master(shards.own_slice_of(values))
+        shards.init_stores(shards.own_slice_of(values))
         wrap_parameters(self.plan, self.parameters, unsharded.views)
         self.reshard()
         shards.mark_written()

@@ -106,7 +106,8 @@ class Masters:
         self._shards.storage.state_offload.check(State.PARAM)
         bucket.wait_for_unshard()
         bucket.sync_writes()
-        if self._shards.separate_master is None and bucket.is_unsharded:
+        is_exact = self._shards.master_or_param.dtype == bucket.unsharded_params.tensor.dtype
+        if is_exact and bucket.is_unsharded:
             return bucket.unsharded_params.views
         return self.all_gather().views
 

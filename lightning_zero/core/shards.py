@@ -50,10 +50,10 @@ class Shards:
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Elements that this rank steps.
-        param_shard: Store of this rank's parameters: 1-D, own elements, parameter dtype. A slice of
-            the unsharded buffer, or `all_gather_input`.
-        all_gather_input: Store of the shard that an all-gather sends; None unless parameters are
-            sharded.
+        param_shard: Store of this rank's parameters: 1-D, own elements. A slice of the unsharded
+            buffer, in the parameter dtype, or `all_gather_input`.
+        all_gather_input: Store of the shard that an all-gather sends, cast to the parameter dtype
+            if it is the master (`BucketPlan.shard_dtype`). None unless parameters are sharded.
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
@@ -136,16 +136,19 @@ class Shards:
         copy = values.to(self.plan.master_dtype, copy=True)
         self.master = self.storage.make_master_store(self.plan.name, copy, self.plan.tiers.optim)
 
-    def init_params(self) -> None:
-        """Creates stores from the unsharded parameters, except for a master of another dtype."""
-        if self.plan.stage.has_shard(State.PARAM):
-            copy, storage = self.own_slice.clone(), self.storage
-            param = storage.make_param_store(self.plan.name, copy, self.plan.tiers.param)
+    def init_stores(self, values: Tensor) -> None:
+        """Creates the stores from own elements: 1-D, in full precision."""
+        plan, storage = self.plan, self.storage
+        if plan.stage.has_shard(State.PARAM):
+            copy = values.to(plan.shard_dtype, copy=True)
+            param = storage.make_param_store(plan.name, copy, plan.tiers.param)
             self.all_gather_input = self.param_shard = param
             if isinstance(param, FileShardStore):
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
         if not self.has_separate_master:
             self.master = self.param_shard
+        elif plan.begins_with_master:
+            self.init_master(values)
 
     def ensure_master(self) -> ShardStore:
         """Returns the store of the master; creates it from the parameters if there is none yet."""

@@ -48,14 +48,33 @@ class BucketPlan:
     tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
 
     @property
+    def needs_master(self) -> bool:
+        """Whether main parameters in another dtype exist from the start."""
+        return self.master_dtype != self.dtype and (self.is_trainable or self.loses_bits)
+
+    @property
+    def casts_on_all_gather(self) -> bool:
+        """Whether main parameters are the only shard, of which an all-gather sends a cast.
+
+        Only where both are on the device: a smaller shard is faster to read from elsewhere.
+        """
+        is_on_device = self.tiers.param is self.tiers.optim is Tier.DEVICE
+        return self.needs_master and self.stage.has_shard(State.PARAM) and is_on_device
+
+    @property
     def has_separate_master(self) -> bool:
-        """Whether main parameters are a separate tensor, in another dtype."""
-        return self.master_dtype != self.dtype
+        """Whether main parameters are a tensor beside the parameters or their shard."""
+        return self.master_dtype != self.dtype and not self.casts_on_all_gather
 
     @property
     def begins_with_master(self) -> bool:
         """Whether separate main parameters exist from the start."""
-        return self.has_separate_master and (self.is_trainable or self.loses_bits)
+        return self.needs_master and not self.casts_on_all_gather
+
+    @property
+    def shard_dtype(self) -> torch.dtype:
+        """Dtype of the shard of parameters that are sharded."""
+        return self.master_dtype if self.casts_on_all_gather else self.dtype
 
 
 @dataclass(frozen=True)
@@ -191,7 +210,7 @@ def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
     # A frozen bucket may be unfrozen, so it counts.
     is_stepped = bucket.stage.has_shard(State.OPTIM)
-    num_states = 3 if bucket.has_separate_master else 2
+    num_states = 3 if bucket.master_dtype != bucket.dtype else 2
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
         optim=numel * bucket.master_dtype.itemsize * num_states if is_stepped else 0,

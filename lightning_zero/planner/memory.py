@@ -161,7 +161,7 @@ class MemoryEstimator:
         if not bucket.stage.has_shard(State.PARAM):
             return Tier.DEVICE, State.PARAM, bucket.layout.numel * bucket.dtype.itemsize
         tier = bucket.tiers.param
-        return tier, State.PARAM, self._stored_bytes(numel, bucket.dtype, tier)
+        return tier, State.PARAM, self._stored_bytes(numel, bucket.shard_dtype, tier)
 
     def _grad(self, bucket: BucketPlan, numel: int) -> list[tuple[Tier, int]]:
         if not bucket.is_trainable:
@@ -211,7 +211,7 @@ class MemoryEstimator:
         for bucket in self.plan.buckets:
             layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
-            dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
+            dtype = bucket.master_dtype if bucket.needs_master else bucket.dtype
             for wanted in self._averages:
                 is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE

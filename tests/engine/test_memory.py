@@ -47,14 +47,14 @@ BYTES_PER_PARAMETER: dict[tuple[str, int], Callable[[int], float]] = {
     # 2 (parameter) + 2 (gradient) + 12 (optimizer)
     ("bf16", 1): lambda n: 4 + 12 / n,
     ("bf16", 2): lambda n: 2 + 14 / n,
-    ("bf16", 3): lambda n: 16 / n,
+    ("bf16", 3): lambda n: 14 / n,  # without a shard in bf16: all-gathers cast the master
     ("bf16", 0): lambda n: 16,
     # Additional bytes of the mean gradient in fp32: in stage 0 it is full, in stage 1 a shard
     # beside the full local gradient, in stages 2 and 3 the shard itself.
     ("bf16, fp32 mean", 0): lambda n: 16 + 2,
     ("bf16, fp32 mean", 1): lambda n: 4 + 12 / n + 4 / n,
     ("bf16, fp32 mean", 2): lambda n: 2 + 14 / n + 2 / n,
-    ("bf16, fp32 mean", 3): lambda n: 16 / n + 2 / n,
+    ("bf16, fp32 mean", 3): lambda n: 14 / n + 2 / n,
 }
 
 
