@@ -341,10 +341,11 @@ class Look(pl.Callback):
         from lightning_zero import gathered
 
         average = trainer.callbacks[0]._average_model.module
+        ones = torch.ones(1, 8, device=module.device)
         with pytest.raises(RuntimeError, match=r"net\.0\.\w+ of the averaged model is sharded"):
-            average(torch.ones(1, 8))
+            average(ones)
         with gathered(average):
-            self.full = average(torch.ones(1, 8)).detach()
+            self.full = average(ones).detach().cpu()
         assert average.net[0].weight.shape == (13, 8)
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import MixedPrecision, TorchCheckpointIO
 
 from lightning_zero import open_checkpoint
 from lightning_zero.cli import main
-from tests.support.fitting import make_trainer, settings
+from tests.support.fitting import DEVICE, make_trainer, settings
 from tests.support.models import GPTModule, MLPModule
 from tests.support.ranks import run_ranks
 
@@ -234,10 +234,10 @@ class Overflow(GPTModule):
 def _scaled(rank, world_size, policy):
     torch.manual_seed(0)
     module = Overflow(ranks=world_size, num_batches=4)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     trainer = make_trainer(
         settings(2, on_nonfinite=policy),
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        plugins=[MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)],
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -21,6 +21,7 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import (
+    DEVICE,
     assert_same,
     fit,
     fit_ranks,
@@ -164,8 +165,8 @@ class Graph(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x):
-        nodes = torch.zeros(len(x), dtype=torch.long)
-        summed = torch.zeros(5, 8).index_add_(0, nodes, self.embedding(nodes))
+        nodes = torch.zeros(len(x), dtype=torch.long, device=x.device)
+        summed = x.new_zeros(5, 8).index_add_(0, nodes, self.embedding(nodes))
         return x + self.layer(summed)[nodes]
 
 
@@ -404,10 +405,10 @@ def test_gradients_are_unscaled_before_they_are_clipped(stage):
 
 
 def _fit_with_scaler(rank, world_size, spec, checkpoint, clip=None):
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=1024.0)
     recorder = ScaleRecorder()
     options = {
-        "plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)],
+        "plugins": [MixedPrecision("16-mixed", DEVICE.type, scaler=scaler)],
         "callbacks": [recorder],
         "max_epochs": 1 if checkpoint is None else 2,
         "gradient_clip_val": clip,
