@@ -96,9 +96,6 @@ def assert_equal_trees(one, other):
             assert_equal_trees(a, b)
     elif isinstance(other, torch.Tensor):
         assert type(one) is torch.Tensor
-        tolerances = (
-            {"rtol": 1e-4, "atol": 1e-5} if DEVICE.type == "cuda" else {"rtol": 0, "atol": 0}
-        )
         torch.testing.assert_close(one, other, check_device=False, equal_nan=True, **TOLERANCES)
     else:
         assert one == other
