@@ -56,6 +56,7 @@ __all__ = [
 ]
 
 _MAX_LINES = 8  # parameters that a message names
+_LARGE_NUMEL = 2**20
 _MAX_SENT = 64  # parameters that a rank names; a NaN in the loss makes every gradient one
 
 
@@ -292,7 +293,7 @@ class NonfiniteGuard:
         maxima = torch.empty(len(grads), dtype=torch.float64, device=bucket.device)
         self._maxima.append(maxima)
         with stream:
-            maxima.copy_(torch.stack(torch._foreach_norm(list(grads.values()), torch.inf)))
+            maxima.copy_(torch.stack(_maxima(list(grads.values()))))
 
     def _copy_maxima(self) -> None:
         """Begins to copy the results of looks on a device to the CPU."""
@@ -488,6 +489,19 @@ class NonfiniteGuard:
             )
         if self._control.rank == 0:
             warnings.warn(text, NonfiniteGradientWarning, stacklevel=2)
+
+
+def _maxima(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Maximum of the absolute values of each tensor: 0-dim, NaN if it has a NaN.
+
+    The call for many tensors reads large ones at half of the memory's speed.
+    """
+    small = [grad for grad in grads if grad.numel() < _LARGE_NUMEL]
+    of_small = iter(torch._foreach_norm(small, torch.inf) if small else ())
+    return [
+        next(of_small) if grad.numel() < _LARGE_NUMEL else torch.linalg.vector_norm(grad, torch.inf)
+        for grad in grads
+    ]
 
 
 def _value_of(loss: Tensor | None) -> Tensor | float | None:

@@ -154,9 +154,7 @@ def average_gradients(module: nn.Module, comm: Communicator) -> None:
         if is_any:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dense = grad.detach().to_dense() if grad.is_sparse else grad.detach().clone()
-            mean = comm.mean_(
-                dense.contiguous(), f"the gradient of {name} from before the engine"
-            )
+            mean = comm.mean_(dense.contiguous(), f"the gradient of {name} from before the engine")
             parameter.grad = mean.to(parameter.device)  # the module is not on the device yet
 
 

@@ -56,7 +56,7 @@ class BucketPlan:
     def casts_on_all_gather(self) -> bool:
         """Whether main parameters are the only shard, of which an all-gather sends a cast.
 
-        Only where both are on the device: a smaller shard is faster to read from elsewhere.
+        Only where both are on the device: a narrower shard is faster to copy from another tier.
         """
         is_on_device = self.tiers.param is self.tiers.optim is Tier.DEVICE
         return self.needs_master and self.stage.has_shard(State.PARAM) and is_on_device

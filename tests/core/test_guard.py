@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, NonfiniteGradientError, NonfiniteGradientWarning, ZeroConfig
+from lightning_zero.core import guard
 from tests.support.fitting import arrays
 from tests.support.ranks import run_ranks
 
@@ -138,6 +139,15 @@ def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
     silent = run_ranks(2, _warn, stage, tier, None)
     assert silent[0][:2] == ([[], [], []], None)
     assert_equal(warned[0][2], silent[0][2])  # "warn" changes no value
+
+
+@pytest.mark.parametrize("numel", [8, guard._LARGE_NUMEL])
+def test_a_device_finds_nan_and_infinity_in_small_and_large_gradients(numel):
+    grads = [torch.full((numel,), -3.0) for _ in range(3)] + [torch.zeros(4)]
+    grads[1][-1] = -INF
+    grads[2][:2] = torch.tensor([INF, NAN])
+    found = torch.stack(guard._maxima(grads))
+    torch.testing.assert_close(found, torch.tensor([3.0, INF, NAN, 0.0]), equal_nan=True)
 
 
 def _stop(rank, world_size, stage, tier):

@@ -8,9 +8,8 @@ line in OUT/PIECE.jsonl: what was asked for, and what was measured or what went 
 a page for tests/benchmarks/ of all lines. With `--dry` cases are tiny and run on the CPU: they
 show that the script works, and nothing else.
 
-    memory    rank 0 of N on torch's fake group: bytes between steps and at the peak, beside the
-    plan overhead  rank 0 of 8 on the fake group, whose collectives move nothing: what an engine
-    costs a
+    memory    rank 0 of N on torch's fake group: bytes between steps and at the peak, and the plan's
+    overhead  rank 0 of 8 on the fake group, whose collectives move nothing: what an engine costs a
               device beside the model, for stage 3 and FSDP2, eager and compiled
     offload   one GPU that holds all: no offload, CPU, NVMe, and other packages where installed
     largest   how many layers train with all states in CPU memory: as many as card and host hold
@@ -89,7 +88,7 @@ class Case:
 
     @property
     def shape(self) -> DecoderShape:
-        """Optimizer of the model."""
+        """Shape of the model."""
         shape = MODELS[self.model]
         return replace(shape, num_layers=self.num_layers) if self.num_layers else shape
 

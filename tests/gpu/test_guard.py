@@ -9,6 +9,7 @@ import torch
 
 import lightning_zero
 from lightning_zero import NonfiniteGradientError
+from lightning_zero.core import guard
 from tests.gpu.test_delays import delay_side_streams
 from tests.gpu.training import batch, build, form_group, loss_of, optimizer_of
 from tests.support.ranks import run_ranks
@@ -23,6 +24,7 @@ def _train(rank, world_size, stage, policy, tier, value):
     """Values of a parameter before each step and at the end; the report after each backward."""
     form_group("gloo", rank, world_size)
     delay_side_streams(seed=rank)
+    guard._LARGE_NUMEL = 2**15  # that of some parameters
     model = build()
     name, parameter = next((n, p) for n, p in model.named_parameters() if n.startswith("blocks.1."))
     config = lightning_zero.ZeroConfig(stage=stage, on_nonfinite=policy, **tier)
