@@ -2,12 +2,13 @@
 
 A *unit* is unsharded and resharded together: a module whose forward contains all uses of its
 parameters. A *bucket* is communicated in one collective. A unit has one bucket for each combination
-of dtype, trainability and optimizer, and more if a size limit divides it. With 16-bit parameters,
-all parameters that keep float32 (keep_float32.py) form one more. Parameters of full optimizers are
-not divided: each has an owner, which is assigned over the entire module.
+of dtype, trainability and optimizer, and more if a size limit divides it. Parameters of full
+optimizers are not divided: each has an owner, which is assigned over the entire module.
 
 Stages that replicate parameters have one unit, the root, whose buckets are divided by size. Stages
-that shard parameters have those of units.py.
+that shard parameters have those of units.py. With 16-bit parameters, a block's vectors that keep
+float32 (keep_float32.py) would need collectives of their own, as many as its matrices. They are
+replicated instead, in the root, as are all parameters below `param_persistence_threshold`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ __all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
 
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
+_EXCESS_FRACTION = 16  # by which part of the limit a bucket may exceed it
+_REPLICATED_NUMEL = 2**16  # smaller parameters that keep float32 are replicated
 
 
 @dataclass(frozen=True)
@@ -151,19 +154,17 @@ def make_plan(
     _check_parameters(module, named)
     blocks = find_blocks(module, config.unit_kinds)
     unit_of = find_units(module, named, blocks) if config.states.shards_params else {}
-    members: dict[str, list[str]] = {ROOT: []}
-    for name in named:
-        members.setdefault(unit_of.get(name, ROOT), []).append(name)
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
     assert not isinstance(config.param_dtype, str)
     kept = float32_parameters(modules, config.keep_float32_items, config.param_dtype)
     bucketizer = _Bucketizer(named, config, world_size, optimizer_of or {}, full_optimizers)
+    members: dict[str, dict[_Kind, list[str]]] = {ROOT: {}}
+    for name, parameter in named.items():
+        kind = bucketizer.kind(name, keeps_dtype=parameter in kept)
+        unit = ROOT if kind.is_persistent else unit_of.get(name, ROOT)
+        members.setdefault(unit, {}).setdefault(kind, []).append(name)
     units = []
-    for unit, names in members.items():
-        kinds: dict[_Kind, list[str]] = {}
-        for name in names:
-            kind = bucketizer.kind(name, keeps_dtype=named[name] in kept)
-            kinds.setdefault(kind, []).append(name)
+    for unit, kinds in members.items():
         buckets = [
             bucket
             for kind, members_of_kind in kinds.items()
@@ -288,6 +289,8 @@ class _Bucketizer:
             dtype = wanted or own
             master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
         threshold = config.param_persistence_threshold or 0
+        if keeps_dtype and own != (config.param_dtype or own):
+            threshold = max(threshold, _REPLICATED_NUMEL)
         return _Kind(
             dtype,
             master,
@@ -302,12 +305,15 @@ class _Bucketizer:
     ) -> Iterator[BucketPlan]:
         """Yields the buckets of one kind within a unit; a repeated block is never divided."""
         runs: list[list[str]] = []
-        run_numel = 0
+        run_numel = excess = 0
         for name in names:
             numel = self._named[name].numel()
-            if not runs or (not is_block and run_numel + numel > self._limit):
+            # A vector between two matrices is no bucket of its own.
+            if run_numel + numel > self._limit:
+                excess += min(run_numel, numel)
+            if not runs or (not is_block and excess > self._limit // _EXCESS_FRACTION):
                 runs.append([])
-                run_numel = 0
+                run_numel = excess = 0
             runs[-1].append(name)
             run_numel += numel
         # Persistent parameters are replicated, as in the next lower stage.

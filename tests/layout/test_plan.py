@@ -144,12 +144,11 @@ def test_a_repeated_block_is_one_bucket_of_any_size():
 
 
 def test_small_parameters_below_the_threshold_stay_unsharded():
-    units = plan(gpt(), stage=3, param_persistence_threshold=1000).units
-    unsharded = [b for b in units[1].buckets if not b.stage.shards_params]
-    assert [
-        slot.name for bucket in unsharded for slot in bucket.layout.slots if slot.numel >= 1000
-    ] == []
-    assert any(bucket.stage.shards_params for bucket in units[1].buckets)
+    module = gpt()
+    buckets = plan(module, stage=3, param_persistence_threshold=1000).buckets
+    (replicated,) = [bucket for bucket in buckets if not bucket.stage.shards_params]
+    small = {name for name, p in module.named_parameters() if p.numel() < 1000}
+    assert {slot.name for slot in replicated.layout.slots} == small
 
 
 def test_frozen_parameters_and_other_dtypes_have_buckets_of_their_own():
@@ -231,14 +230,20 @@ def test_an_unknown_name_is_an_error_that_suggests_the_nearest():
         dtypes(gpt(), keep_float32=nn.Conv2d)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_float32_parameters_add_at_most_one_bucket_to_a_unit(stage):
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float32_parameters_add_at_most_one_bucket_to_a_plan(stage):
     settings = {"stage": stage, "param_dtype": "bf16"}
-    before = plan(gpt(), **settings).units
-    after = plan(gpt(), **settings, keep_float32="autocast").units
-    assert [unit.name for unit in after] == [unit.name for unit in before]
-    for one, other in zip(before, after, strict=True):
-        assert len(one.buckets) <= len(other.buckets) <= len(one.buckets) + 1
+    before = plan(gpt(), **settings).buckets
+    after = plan(gpt(), **settings, keep_float32="autocast").buckets
+    assert len(before) <= len(after) <= len(before) + 1
+
+
+def test_a_vector_between_matrices_is_no_bucket_of_its_own():
+    sizes = [1000, 10, 1000, 10, 10, 1000, 100, 1000]
+    module = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
+    buckets = plan(module, world_size=1, stage=2, reduce_bucket_size=500).buckets
+    found = [[slot.numel for slot in bucket.layout.slots] for bucket in buckets]
+    assert found == [[1000, 10], [1000, 10, 10], [1000], [100], [1000]]
 
 
 def test_a_bucket_grows_with_the_number_of_ranks():
