@@ -220,7 +220,9 @@ class Schedule:
         """The other collectives before the first forward after a step. Collective."""
         if copies_buffers and self.shared.is_due:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
-            self._buckets[0].wait_for_all_steps()  # its all-gathers come before the next collective
+            if not self.unsharder.is_needed:
+                # The worker's all-gathers come before the next collective.
+                self._buckets[0].wait_for_all_steps()
         self._state_offload.check(State.PARAM)
         for bucket in self._buckets:
             if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
