@@ -485,11 +485,13 @@ def _maxima(grads: Sequence[Tensor]) -> list[Tensor]:
     where they can, so that one call stacks those of many buckets.
     """
     is_narrow = all(grad.is_floating_point() and grad.itemsize <= 4 for grad in grads)
-    norm_of = {"ord": torch.inf, "dtype": torch.float32 if is_narrow else None}
+    dtype = torch.float32 if is_narrow else None
     small = [grad for grad in grads if grad.numel() < _LARGE_NUMEL]
-    of_small = iter(torch._foreach_norm(small, **norm_of) if small else ())
+    of_small = iter(torch._foreach_norm(small, torch.inf, dtype) if small else ())
     return [
-        next(of_small) if grad.numel() < _LARGE_NUMEL else torch.linalg.vector_norm(grad, **norm_of)
+        next(of_small)
+        if grad.numel() < _LARGE_NUMEL
+        else torch.linalg.vector_norm(grad, torch.inf, dtype=dtype)
         for grad in grads
     ]
 

@@ -7,7 +7,9 @@ No device is needed: tensors are those of the fake device of tests/streams, and 
 0 of 8 on torch's fake group. Each operation that reads or writes values counts as one launch, also
 one on many tensors, and so does each collective. Counts are the difference between a decoder of 6
 and one of 4 blocks, by the block, in a step that replays the order of all-gathers. The launches of
-a system are those that training the same module in bfloat16 without it does not make.
+a system are those of its steps, and those of forward and backward that training the same module in
+bfloat16 without it does not make. No kernel of a norm or of attention exists for the fake device,
+so that the module's own are those of their parts.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,19 +65,44 @@ class Counts:
     on_compute: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
 
-    def minus(self, other: Counts, divisor: int = 1) -> Counts:
-        """Differences, divided by `divisor`."""
+    def by_block(self, fewer: Counts) -> Counts:
+        """Differences from those of a decoder with fewer blocks, by the block."""
         found = Counts()
         for name, counts in vars(found).items():
-            mine, others = getattr(self, name), getattr(other, name)
-            for key in mine | others:
-                counts[key] = (mine[key] - others[key]) / divisor
+            mine, others = getattr(self, name), getattr(fewer, name)
+            counts.update({key: (mine[key] - others[key]) / (MANY - FEW) for key in mine})
+        return found
+
+    def beyond(self, plain: Counts) -> Counts:
+        """Those that training without the system has not, but all of the step."""
+        found = Counts()
+        for name, counts in vars(found).items():
+            mine, others = getattr(self, name), getattr(plain, name)
+            for key in mine:
+                own = mine[key] if _phase(key) == "step" else mine[key] - others[key]
+                counts[key] = max(0, own)
         return found
 
     def num_launches(self, phase: str, *, collectives: bool) -> float:
         """Launches in `phase` that are collectives, or those that are not."""
-        items = [(key.split(" "), count) for key, count in self.launches.items()]
-        return sum(n for (of, name), n in items if of == phase and (name in COLLECTIVES) is collectives)
+        return sum(
+            number
+            for key, number in self.launches.items()
+            if _phase(key) == phase and _is_collective(key) is collectives
+        )
+
+    def mb(self, nbytes: Counter[str], phase: str) -> float:
+        """Million bytes of `nbytes`, one of the counters, in `phase`; without collectives."""
+        items = [(k, n) for k, n in nbytes.items() if _phase(k) == phase and not _is_collective(k)]
+        return sum(number for _, number in items) / 1e6
+
+
+def _phase(key: str) -> str:
+    return key.partition(" ")[0]
+
+
+def _is_collective(key: str) -> bool:
+    return key.partition(" ")[2] in COLLECTIVES
 
 
 class Counting(Clocks):
@@ -204,7 +231,7 @@ def counts_by_block(system: str, args: argparse.Namespace, folder: Path) -> Coun
         )
         last = json.loads(answer.stdout.splitlines()[-1])
         found.append(Counts(**{name: Counter(counts) for name, counts in last.items()}))
-    return found[0].minus(found[1], MANY - FEW)
+    return found[0].by_block(found[1])
 
 
 def main() -> None:
@@ -224,45 +251,41 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         built = libraries.build(os.environ.get("CXX", "g++"), Path(folder))
         plain, *others = (counts_by_block(name, args, built) for name in (PLAIN, *SYSTEMS))
-    _print_table(plain, others)
-    for name, counts in zip(SYSTEMS, others, strict=True) if args.by_name else ():
-        _print_names(name, counts.minus(plain))
-
-
-def _print_table(plain: Counts, others: Iterable[Counts]) -> None:
     own = [plain.num_launches(phase, collectives=False) for phase in PHASES]
     by_phase = ", ".join(f"{n:.1f} in {phase}" for phase, n in zip(PHASES, own, strict=True))
-    print(f"a block's own launches: {sum(own):.1f} ({by_phase})")
+    print(f"launches of a block's own: {by_phase}")
+    extra = {name: of.beyond(plain) for name, of in zip(SYSTEMS, others, strict=True)}
+    _print_table(extra)
+    for name, counts in extra.items() if args.by_name else ():
+        _print_names(name, counts)
+
+
+def _print_table(extra: Mapping[str, Counts]) -> None:
     columns = ("system", "phase", "launches", "collectives", "events", "MB", "MB on compute")
     row = "{:<18}{:<10}{:>10}{:>13}{:>8}{:>10}{:>15}".format
     print(row(*columns))
-    for name, counts in zip(SYSTEMS, others, strict=True):
-        extra = counts.minus(plain)
-        rows = []
-        for phase in PHASES:
-            rows.append((
-                extra.num_launches(phase, collectives=False),
-                extra.num_launches(phase, collectives=True),
-                extra.events[phase],
-                *(_mb(of, phase) for of in (extra.nbytes, extra.on_compute)),
-            ))
+    for name, counts in extra.items():
+        rows = [
+            (
+                counts.num_launches(phase, collectives=False),
+                counts.num_launches(phase, collectives=True),
+                counts.events[phase],
+                counts.mb(counts.nbytes, phase),
+                counts.mb(counts.on_compute, phase),
+            )
+            for phase in PHASES
+        ]
         rows.append(tuple(map(sum, zip(*rows, strict=True))))
         for phase, numbers in zip((*PHASES, "all"), rows, strict=True):
             print(row(name, phase, *(f"{number:.1f}" for number in numbers)))
 
 
-def _mb(nbytes: Counter[str], phase: str) -> float:
-    """Million bytes in `phase`, without those of collectives."""
-    items = [(key.split(" "), count) for key, count in nbytes.items()]
-    return sum(n for (of, name), n in items if of == phase and name not in COLLECTIVES) / 1e6
-
-
-def _print_names(system: str, extra: Counts) -> None:
+def _print_names(system: str, counts: Counts) -> None:
     print(f"\n{system}: launches, MB, MB on compute")
-    for key in sorted(extra.launches, key=lambda key: (PHASES.index(key.split(" ")[0]), key)):
-        numbers = (extra.nbytes[key] / 1e6, extra.on_compute[key] / 1e6)
-        if extra.launches[key] or any(numbers):
-            print(f"{extra.launches[key]:8.1f}{numbers[0]:10.1f}{numbers[1]:10.1f}  {key}")
+    for key in sorted(counts.launches, key=lambda key: (PHASES.index(_phase(key)), key)):
+        if number := counts.launches[key]:
+            mb, on_compute = counts.nbytes[key] / 1e6, counts.on_compute[key] / 1e6
+            print(f"{number:8.1f}{mb:10.1f}{on_compute:10.1f}  {key}")
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ class FakeCuda:
     Args:
         libraries: Folder of the two that are built from device.cpp and accelerator.cpp, of which
             the latter is preloaded.
-        make_clocks: Makes the clocks; a function that returns the place in the code is its argument.
+        make_clocks: Makes the clocks, of a function that returns the place in the code.
 
     Attributes:
         clocks: See there.
