@@ -51,7 +51,7 @@ COPY_IN = "all_gather_copy_in"
 
 @dataclass
 class Counts:
-    """Of one step, or of one block in it. Keys are phase and name.
+    """Counts of one step, or of one block in it. Keys are phase and name.
 
     Attributes:
         launches: Operations on any stream of the device, with collectives.
