@@ -64,11 +64,23 @@ class Backend:
 
     def fill(
         self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
-    ) -> None:
-        """Copies this rank's shard from `source` into `buffer`, before its all-gather."""
+    ) -> streams.Event | None:
+        """Copies this rank's shard from `source` into `buffer`, before its all-gather.
 
-    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        """Fills `buffer` in place from the shards of all ranks."""
+        Returns the end of the copy, on a device with streams.
+        """
+        return None
+
+    def all_gather(
+        self,
+        buffer: Tensor,
+        split_sizes: SplitSizes = None,
+        filled: streams.Event | None = None,
+    ) -> Pending:
+        """Fills `buffer` in place from the shards of all ranks.
+
+        `filled`: what `fill` has returned; None: this rank's shard is there for the current stream.
+        """
         raise _closed_error()
 
     def reduce_scatter(
@@ -171,7 +183,12 @@ class GlooBackend(Backend):
         else:
             source(own)
 
-    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
+    def all_gather(
+        self,
+        buffer: Tensor,
+        split_sizes: SplitSizes = None,
+        filled: streams.Event | None = None,
+    ) -> Pending:
         if self._size == 1:
             return _AsyncCollective([])
         if buffer.device.type != "cpu":
@@ -340,7 +357,7 @@ class DeviceBackend(Backend):
 
     def fill(
         self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
-    ) -> None:
+    ) -> streams.Event | None:
         own = _shard(buffer, self._rank, self._size, split_sizes)
         with self._side_stream(self._copy_stream):
             if isinstance(source, Tensor):
@@ -348,11 +365,15 @@ class DeviceBackend(Backend):
                     own.copy_(source, non_blocking=True)
             else:
                 source(own)
-        if self._gather_stream is not None and self._copy_stream is not None:
-            self._gather_stream.wait_stream(self._copy_stream)
+        return None if self._copy_stream is None else self._copy_stream.record_event()
 
-    def all_gather(self, buffer: Tensor, split_sizes: SplitSizes = None) -> Pending:
-        with self._side_stream(self._gather_stream):
+    def all_gather(
+        self,
+        buffer: Tensor,
+        split_sizes: SplitSizes = None,
+        filled: streams.Event | None = None,
+    ) -> Pending:
+        with self._side_stream(self._gather_stream, after=filled):
             began = self._recorder.mark()
             if self._group is not None:
                 own = _shard(buffer, self._rank, self._size, split_sizes)
@@ -413,8 +434,13 @@ class DeviceBackend(Backend):
         if self._copy_stream is not None:
             self._copy_stream.synchronize()
 
-    def _side_stream(self, stream: streams.Stream | None) -> AbstractContextManager[Any]:
-        if stream is not None:
+    def _side_stream(
+        self, stream: streams.Stream | None, after: streams.Event | None = None
+    ) -> AbstractContextManager[Any]:
+        """Context in which work is queued on `stream`, after an event or the current stream."""
+        if stream is not None and after is not None:
+            stream.wait_event(after)
+        elif stream is not None:
             stream.wait_stream(streams.current(stream.device))
         return streams.on(stream)
 

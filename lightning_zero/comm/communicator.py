@@ -194,11 +194,11 @@ class Communicator:
             split_sizes: Elements of each rank's shard; None: all equal.
         """
         sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
+        filled = None
         if source is not None:
-            self._backend.fill(buffer, source, split_sizes, name)
-        return self._issue(
-            Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, split_sizes
-        )
+            filled = self._backend.fill(buffer, source, split_sizes, name)
+        issue = self._backend.all_gather
+        return self._issue(Kind.ALL_GATHER, name, sent, issue, buffer, split_sizes, filled)
 
     def all_gather_shards(
         self, shard: Tensor, name: str = "", split_sizes: SplitSizes = None

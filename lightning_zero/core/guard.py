@@ -33,7 +33,6 @@ import cmath
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -197,8 +196,7 @@ class NonfiniteGuard:
         self._losses: dict[int, Tensor | float | None] = {}  # by backward
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
-        self._maxima: list[Tensor] = []  # of these: 1-D, one tensor for each bucket
-        self._discarded: list[Tensor] = []  # by `reset`; a side stream may still write to them
+        self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
         self._found: list[_Found] = []  # not reported yet
         self._named: set[tuple[int, str]] = set()  # parameters found, with the start of their step
@@ -247,7 +245,6 @@ class NonfiniteGuard:
 
     def reset(self) -> None:
         """After an exception, when gradients have been dropped. Local."""
-        self._discarded += self._maxima
         self._looks, self._maxima, self._copies, self._found = [], [], [], []
         self._named.clear()
         self._num_agreed = len(self._starts)
@@ -255,19 +252,18 @@ class NonfiniteGuard:
 
     # ---------------------------------------------------------------- a look
 
-    def look(
-        self, bucket: Bucket, local: Mapping[int, Tensor], *, precedes_reduction: bool
-    ) -> None:
-        """Looks at `Gradients.local_grads` of `bucket`, which are not reduced yet. Local.
+    def look(self, bucket: Bucket, local: Mapping[int, Tensor]) -> None:
+        """Looks at `Gradients.local_grads` of `bucket`, which are reduced next. Local.
 
-        `precedes_reduction`: they are reduced next, so that a device may look beside compute.
+        A device looks beside compute.
         """
         if self.policy is None:
             return
         grads = {slot: grad for slot, grad in local.items() if grad.numel()}
         if grads and bucket.device.type != "cpu":
-            beside = self._comm.before_reduction() if precedes_reduction else nullcontext()
-            self._look_later(bucket, grads, beside)
+            self._looks += [self._look_of(bucket, slot) for slot in grads]
+            with self._comm.before_reduction():
+                self._maxima += _maxima(list(grads.values()))
             return
         dtype = bucket.plan.dtype  # in which gloo sends a wider gradient, which may overflow
         for slot, own in grads.items():
@@ -283,29 +279,20 @@ class NonfiniteGuard:
         """Looks at all gradients that this backward has left local. Local."""
         for bucket in self._buckets if self.policy is not None else ():
             if any(bucket.grads.is_local):
-                self.look(bucket, bucket.grads.local_grads(), precedes_reduction=False)
-
-    def _look_later(
-        self, bucket: Bucket, grads: Mapping[int, Tensor], stream: AbstractContextManager[Any]
-    ) -> None:
-        """Begins a look on a device, on `stream`, without waiting for it."""
-        self._looks += [self._look_of(bucket, slot) for slot in grads]
-        maxima = torch.empty(len(grads), dtype=torch.float64, device=bucket.device)
-        self._maxima.append(maxima)
-        with stream:
-            maxima.copy_(torch.stack(_maxima(list(grads.values()))))
+                self.look(bucket, bucket.grads.local_grads())
+        if self._maxima:
+            self._comm.wait_for_reductions()  # the next backward may write to these gradients
 
     def _copy_maxima(self) -> None:
         """Begins to copy the results of looks on a device to the CPU."""
         if not self._maxima:
             return
-        self._comm.wait_for_reductions()  # looks run beside them
-        self._discarded.clear()
-        maxima = torch.cat(self._maxima)
-        on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
-        on_cpu.copy_(maxima, non_blocking=True)
         copied = streams.make_event()
-        copied.record()
+        with self._comm.before_reduction():
+            maxima = torch.stack(self._maxima)
+            on_cpu = torch.empty(maxima.shape, dtype=maxima.dtype, pin_memory=True)
+            on_cpu.copy_(maxima, non_blocking=True)
+            copied.record()
         self._copies.append(_Copy(self._looks, on_cpu, copied))
         self._looks, self._maxima = [], []
 
@@ -494,12 +481,17 @@ class NonfiniteGuard:
 def _maxima(grads: Sequence[Tensor]) -> list[Tensor]:
     """Maximum of the absolute values of each tensor: 0-dim, NaN if it has a NaN.
 
-    The call for many tensors reads large ones at half of the memory's speed.
+    The call for many tensors reads large ones at half of the memory's speed. Results have one dtype
+    where they can, so that one call stacks those of many buckets.
     """
+    is_narrow = all(grad.is_floating_point() and grad.itemsize <= 4 for grad in grads)
+    dtype = torch.float32 if is_narrow else None
     small = [grad for grad in grads if grad.numel() < _LARGE_NUMEL]
-    of_small = iter(torch._foreach_norm(small, torch.inf) if small else ())
+    of_small = iter(torch._foreach_norm(small, torch.inf, dtype) if small else ())
     return [
-        next(of_small) if grad.numel() < _LARGE_NUMEL else torch.linalg.vector_norm(grad, torch.inf)
+        next(of_small)
+        if grad.numel() < _LARGE_NUMEL
+        else torch.linalg.vector_norm(grad, torch.inf, dtype=dtype)
         for grad in grads
     ]
 

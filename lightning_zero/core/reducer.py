@@ -189,7 +189,7 @@ class Reducer:
         self.wait_for_reduction()
         local = bucket.grads.local_grads()
         if not is_looked_at:
-            self.guard.look(bucket, local, precedes_reduction=True)
+            self.guard.look(bucket, local)
         bucket.grads.reduce(local)
         self._reduced.add(bucket)
         self.in_flight = bucket

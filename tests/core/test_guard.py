@@ -141,13 +141,15 @@ def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
     assert_equal(warned[0][2], silent[0][2])  # "warn" changes no value
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("numel", [8, guard._LARGE_NUMEL])
-def test_a_device_finds_nan_and_infinity_in_small_and_large_gradients(numel):
-    grads = [torch.full((numel,), -3.0) for _ in range(3)] + [torch.zeros(4)]
+def test_a_device_finds_nan_and_infinity_in_small_and_large_gradients(numel, dtype):
+    grads = [torch.full((numel,), -3.0, dtype=dtype) for _ in range(3)] + [torch.zeros(4)]
     grads[1][-1] = -INF
     grads[2][:2] = torch.tensor([INF, NAN])
     found = torch.stack(guard._maxima(grads))
-    torch.testing.assert_close(found, torch.tensor([3.0, INF, NAN, 0.0]), equal_nan=True)
+    assert found.dtype == (dtype if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(found.float(), torch.tensor([3.0, INF, NAN, 0.0]), equal_nan=True)
 
 
 def _stop(rank, world_size, stage, tier):

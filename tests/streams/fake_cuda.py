@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
@@ -46,7 +47,7 @@ __all__ = ["DEVICE", "FakeCuda"]
 DEVICE = torch.device("cuda", 0)
 _COMPUTE = 0
 _PACKAGE = str(Path(lightning_zero.__file__).parent)
-_OTHERS = (ShardedTensor, LazyTensor)  # run operations of their own on what they hold
+_OTHERS = (DTensor, ShardedTensor, LazyTensor)  # run operations of their own on what they hold
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -109,13 +110,16 @@ class FakeCuda:
     Args:
         libraries: Folder of the two that are built from device.cpp and accelerator.cpp, of which
             the latter is preloaded.
+        make_clocks: Makes the clocks, of a function that returns the place in the code.
 
     Attributes:
         clocks: See there.
     """
 
-    def __init__(self, libraries: Path) -> None:
-        self.clocks = Clocks(_place)
+    def __init__(
+        self, libraries: Path, make_clocks: Callable[[Callable[[], str]], Clocks] = Clocks
+    ) -> None:
+        self.clocks = make_clocks(_place)
         self.clocks.names[_COMPUTE] = "compute"
         self._device = ctypes.CDLL(str(libraries / "libdevice.so"))
         self._device.zero_install.restype = ctypes.c_void_p

@@ -205,7 +205,7 @@ def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
 def _break(what: str) -> None:
     """Leaves out one wait."""
     if what == "side stream":
-        backends.DeviceBackend._side_stream = lambda self, stream: streams.on(stream)
+        backends.DeviceBackend._side_stream = lambda self, stream, after=None: streams.on(stream)
     elif what == "gather":
         backends._AsyncCollective.wait = lambda self: None
     elif what == "drain":
