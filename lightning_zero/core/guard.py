@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 _MAX_LINES = 8  # parameters that a message names
-_LARGE_NUMEL = 2**20
+_LARGE_NUMEL = 2**20  # elements of a gradient for which a call of its own is faster on a device
 _MAX_SENT = 64  # parameters that a rank names; a NaN in the loss makes every gradient one
 
 

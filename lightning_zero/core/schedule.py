@@ -221,13 +221,11 @@ class Schedule:
         if copies_buffers and self.shared.is_due:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
             if not self.unsharder.is_needed:
-                # The worker's all-gathers come before the next collective.
+                # The worker's all-gathers come before the next collective. It has none beside
+                # sharded parameters.
                 self._buckets[0].wait_for_all_steps()
         self._state_offload.check(State.PARAM)
         for bucket in self._buckets:
-            if self.unsharder.is_needed and bucket.plan.stage.all_gathers_after_step:
-                # A worker must not all-gather while units do: the order would differ between ranks.
-                bucket.wait_for_step()
             if self._is_compiled and not bucket.shards_params:
                 bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
             bucket.detect_writes()

@@ -147,7 +147,7 @@ class Shards:
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
         if not self.has_separate_master:
             self.master = self.param_shard
-        elif plan.begins_with_master:
+        elif plan.begins_with_separate_master:
             self.init_master(values)
 
     def ensure_master(self) -> ShardStore:

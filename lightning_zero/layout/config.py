@@ -117,8 +117,8 @@ class ZeroConfig:
         stage: int, default 3. ZeRO stage: 0 replicates all model states (plain data parallelism), 1
             shards optimizer states, 2 also gradients, 3 also parameters.
         reduce_bucket_size: int (elements), default None. Largest number of gradient elements in one
-            reduction; small parameters may add a sixteenth. None: 4 Mi, or 256 Ki for each rank if
-            that is more. All stages; in stage 3 a repeated block is one bucket of any size.
+            reduction; small parameters may add a sixteenth of it. None: 4 Mi, or 256 Ki for each
+            rank if that is more. All stages; in stage 3 a repeated block is one bucket of any size.
         allgather_bucket_size: int (elements), default None. Largest number of parameter elements in
             one all-gather after the step. Reductions and all-gathers share their buckets, so the
             smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
@@ -126,9 +126,9 @@ class ZeroConfig:
         prefetch_bucket_size: int (elements), default None. Number of parameter elements to unshard
             before their use. None: one unit; 0: no prefetch. Stage 3.
         param_persistence_threshold: int (elements), default None. Parameters with fewer elements
-            stay replicated; their gradients and optimizer states are sharded. None: 0, because a
-            small parameter is in the bucket of its unit and needs no collective of its own. Those
-            that keep float32 beside 16-bit ones are replicated below 2^16 elements. Stage 3.
+            stay replicated; their gradients and optimizer states are sharded. None: 2^16 for those
+            that keep float32 beside 16-bit ones, and 0 for all others, because a small parameter is
+            in the bucket of its unit and needs no collective of its own. Stage 3.
         max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
             unsharded parameters above this number. None: no limit. Stage 3.
         unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
@@ -270,7 +270,8 @@ class ZeroConfig:
     def separates_gathers(self) -> bool:
         """Whether all-gathers need a process group of their own, on backends other than gloo.
 
-        A thread that steps buckets also all-gathers them, in no fixed order with other collectives.
+        In stages 1 and 2, a thread that steps buckets also all-gathers them, in no fixed order with
+        other collectives.
         """
         is_in_thread = self.overlap_step and self.states.all_gathers_after_step
         return self.separate_reduce_scatter_group or is_in_thread

@@ -33,7 +33,7 @@ __all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
 
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
-_EXCESS_FRACTION = 16  # by which part of the limit a bucket may exceed it
+_EXCESS_DIVISOR = 16  # a bucket may exceed its limit by this part of it
 _REPLICATED_NUMEL = 2**16  # smaller parameters that keep float32 are replicated
 
 
@@ -51,7 +51,7 @@ class BucketPlan:
     tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
 
     @property
-    def needs_master(self) -> bool:
+    def begins_with_master(self) -> bool:
         """Whether main parameters in another dtype exist from the start."""
         return self.master_dtype != self.dtype and (self.is_trainable or self.loses_bits)
 
@@ -62,7 +62,7 @@ class BucketPlan:
         Only where both are on the device: a narrower shard is faster to copy from another tier.
         """
         is_on_device = self.tiers.param is self.tiers.optim is Tier.DEVICE
-        return self.needs_master and self.stage.has_shard(State.PARAM) and is_on_device
+        return self.begins_with_master and self.stage.has_shard(State.PARAM) and is_on_device
 
     @property
     def has_separate_master(self) -> bool:
@@ -70,9 +70,9 @@ class BucketPlan:
         return self.master_dtype != self.dtype and not self.casts_on_all_gather
 
     @property
-    def begins_with_master(self) -> bool:
+    def begins_with_separate_master(self) -> bool:
         """Whether separate main parameters exist from the start."""
-        return self.needs_master and not self.casts_on_all_gather
+        return self.begins_with_master and not self.casts_on_all_gather
 
     @property
     def shard_dtype(self) -> torch.dtype:
@@ -202,14 +202,15 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
             params += shard.param
         if bucket.is_trainable and bucket.tiers.grad is Tier.NVME:
             others += shard.grad
-        if bucket.begins_with_master and bucket.tiers.optim is Tier.NVME:
+        if bucket.begins_with_separate_master and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
     return params, others
 
 
 def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     numel = bucket.layout.shard_numel
-    # A frozen bucket may be unfrozen, so it counts.
+    # A frozen bucket may be unfrozen, so it counts. Tiers are not known yet: on the device, main
+    # parameters may turn out to be the only shard.
     is_stepped = bucket.stage.has_shard(State.OPTIM)
     num_states = 3 if bucket.master_dtype != bucket.dtype else 2
     return ShardBytes(
@@ -288,9 +289,10 @@ class _Bucketizer:
             assert not isinstance(wanted, str)
             dtype = wanted or own
             master = torch.promote_types(dtype, torch.promote_types(own, torch.float32))
-        threshold = config.param_persistence_threshold or 0
-        if keeps_dtype and own != (config.param_dtype or own):
-            threshold = max(threshold, _REPLICATED_NUMEL)
+        threshold = config.param_persistence_threshold
+        if threshold is None:
+            is_kept = keeps_dtype and own != (config.param_dtype or own)
+            threshold = _REPLICATED_NUMEL if is_kept else 0
         return _Kind(
             dtype,
             master,
@@ -311,7 +313,7 @@ class _Bucketizer:
             # A vector between two matrices is no bucket of its own.
             if run_numel + numel > self._limit:
                 excess += min(run_numel, numel)
-            if not runs or (not is_block and excess > self._limit // _EXCESS_FRACTION):
+            if not runs or (not is_block and excess > self._limit // _EXCESS_DIVISOR):
                 runs.append([])
                 run_numel = excess = 0
             runs[-1].append(name)

@@ -411,16 +411,35 @@ class OptimizerStep:
 
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)
-        steps = [BucketStep(bucket, clone) for bucket in self._stepping]
+        # Beside sharded parameters, replicated ones are small. They are stepped at once, so that
+        # the worker has no collective whose order differs from that of other ranks.
+        is_overlapped = self._worker is not None
+        at_once = [
+            bucket
+            for bucket in self._stepping
+            if not is_overlapped or (self._reducer.shards_params and not bucket.shards_params)
+        ]
+        if any(bucket.plan.tiers.optim is Tier.NVME for bucket in at_once):
+            self._drain()  # a loop of another optimizer may use the buffers
+        overlapped = [bucket for bucket in self._stepping if bucket not in at_once]
+        for buckets, worker in ((at_once, None), (overlapped, self._worker)):
+            if buckets:
+                self._step_buckets(buckets, clone, worker)
+
+    def _step_buckets(
+        self, buckets: Sequence[Bucket], clone: OptimizerClone, worker: StepWorker | None
+    ) -> None:
+        """Steps `buckets` one after the other, on the thread of `worker` if there is one."""
+        steps = [BucketStep(bucket, clone) for bucket in buckets]
         loop = StepLoop(self._storage.device, steps)
         work: list[list[ChunkStep]] = []
         try:
             for step in steps:
-                step.bucket.begin_step(loop.add() if self._worker is not None else None)
+                step.bucket.begin_step(loop.add() if worker is not None else None)
                 work.append(step.chunks())
-            run = partial(self._run, loop, list(self._stepping), work)
-            if self._worker is not None:
-                self._worker.submit(loop, run)
+            run = partial(self._run, loop, buckets, work)
+            if worker is not None:
+                worker.submit(loop, run)
             else:
                 run()
         except BaseException as error:

@@ -182,7 +182,7 @@ class MemoryEstimator:
         return [unsharded] if is_in_place else [unsharded, shard]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
-        if not bucket.begins_with_master:
+        if not bucket.begins_with_separate_master:
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
@@ -211,7 +211,7 @@ class MemoryEstimator:
         for bucket in self.plan.buckets:
             layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
-            dtype = bucket.master_dtype if bucket.needs_master else bucket.dtype
+            dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
             for wanted in self._averages:
                 is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE

@@ -114,8 +114,8 @@ class ZeroStrategy(EngineStrategy):
             `nvme_path` or its environment variable is set. The choice is in `config` once training
             has begun, in the log, the loggers and checkpoints.
         reduce_bucket_size: int (elements), default None. Largest number of gradient elements in one
-            reduction; small parameters may add a sixteenth. None: 4 Mi, or 256 Ki for each rank if
-            that is more. All stages; in stage 3 a repeated block is one bucket of any size.
+            reduction; small parameters may add a sixteenth of it. None: 4 Mi, or 256 Ki for each
+            rank if that is more. All stages; in stage 3 a repeated block is one bucket of any size.
         allgather_bucket_size: int (elements), default None. Largest number of parameter elements in
             one all-gather after the step. Reductions and all-gathers share their buckets, so the
             smaller of this and `reduce_bucket_size` applies. None: no limit of its own. Stages 1
@@ -123,9 +123,9 @@ class ZeroStrategy(EngineStrategy):
         prefetch_bucket_size: int (elements), default None. Number of parameter elements to unshard
             before their use. None: one unit; 0: no prefetch. Stage 3.
         param_persistence_threshold: int (elements), default None. Parameters with fewer elements
-            stay replicated; their gradients and optimizer states are sharded. None: 0, because a
-            small parameter is in the bucket of its unit and needs no collective of its own. Those
-            that keep float32 beside 16-bit ones are replicated below 2^16 elements. Stage 3.
+            stay replicated; their gradients and optimizer states are sharded. None: 2^16 for those
+            that keep float32 beside 16-bit ones, and 0 for all others, because a small parameter is
+            in the bucket of its unit and needs no collective of its own. Stage 3.
         max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
             unsharded parameters above this number. None: no limit. Stage 3.
         unit_classes: Class, str, or list of these, default None. Modules that are unsharded and

@@ -14,7 +14,7 @@ _BEGAN = threading.Event()  # the forward of the first block
 
 
 class Net(nn.Module):
-    """Blocks of equal layers, and a buffer, as that of rotary embeddings."""
+    """Blocks of equal layers, whose biases are replicated, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -45,8 +45,10 @@ class WaitingSGD(torch.optim.SGD):
 def _train(rank, world_size):
     torch.manual_seed(0)
     net = Net()
-    optimizer = WaitingSGD(net.parameters(), lr=0.1)
-    engine = Engine(net, [optimizer], ZeroConfig(stage=3, overlap_step=True))
+    weights, biases = ([getattr(b, name) for b in net.blocks] for name in ("weight", "bias"))
+    optimizers = [WaitingSGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)]
+    config = ZeroConfig(stage=3, overlap_step=True, param_persistence_threshold=10)
+    engine = Engine(net, optimizers, config)
     for _ in range(3):
         engine.backward(net(torch.ones(2, 8)))
         WaitingSGD.calls = 0
@@ -58,5 +60,5 @@ def _train(rank, world_size):
     return WaitingSGD.were_in_time
 
 
-def test_a_copied_buffer_does_not_wait_for_the_step_of_sharded_parameters():
+def test_copied_buffers_and_replicated_parameters_do_not_wait_for_steps_of_sharded_ones():
     assert run_ranks(2, _train) == [[True] * 3] * 2

@@ -238,6 +238,15 @@ def test_float32_parameters_add_at_most_one_bucket_to_a_plan(stage):
     assert len(before) <= len(after) <= len(before) + 1
 
 
+def test_a_threshold_of_zero_replicates_nothing():
+    settings = {"stage": 3, "param_dtype": "bf16", "keep_float32": "autocast"}
+    replicated = [
+        any(not bucket.stage.shards_params for bucket in plan(gpt(), **settings, **more).buckets)
+        for more in ({}, {"param_persistence_threshold": 0})
+    ]
+    assert replicated == [True, False]
+
+
 def test_a_vector_between_matrices_is_no_bucket_of_its_own():
     sizes = [1000, 10, 1000, 10, 10, 1000, 100, 1000]
     module = nn.ParameterList(nn.Parameter(torch.empty(size)) for size in sizes)
