@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 MIB = 1024**2
 DEVICE_BYTES = 31 * MIB  # of the plan with a large batch
 SMALL = ["--model", "tiny", "--context", "32", "--ranks", "2"]
-LLAMA = ["--model", "llama2_7b", "--ranks", "8", "--host-memory", "64GiB", "--disk", "200GB"]
+LLAMA = ["--model", "llama2_70b", "--ranks", "8", "--host-memory", "512GiB", "--disk", "2TB"]
 # Classes for --module, importable from the root of the repository.
 VIT, GPT_CLASS = "tests.support.planned:ViT", "tests.support.planned:a_llama"
 
@@ -56,8 +56,8 @@ def planned_once(*arguments):
 
 @pytest.fixture(scope="module")
 def llama():
-    """Llama 2 7B in float32 on 8 devices of 8 GiB, once for all tests."""
-    rest = ["--precision", "32-true", "--device-memory", "8GiB", "--context", "512"]
+    """Llama 2 70B in float32 on 8 devices of 24 GiB, once for all tests."""
+    rest = ["--precision", "32-true", "--device-memory", "24GiB", "--context", "512"]
     return planned_once(*LLAMA, *rest)
 
 
@@ -100,28 +100,28 @@ def large_batch(tmp_path_factory):
     return Plotted(found, path, drawn[0])
 
 
-def test_llama_2_7b_does_not_fit_eight_devices_of_8_gib_without_offload(llama):
-    assert llama["parameters"] == 6_738_415_616
+def test_llama_2_70b_does_not_fit_eight_devices_of_24_gib_without_offload(llama):
+    assert llama["parameters"] == 68_976_648_192
     stage3 = choice(llama, "stage3")
-    assert rest(stage3, "device") == pytest.approx(16 * 6.738e9 / 8, rel=0.001)  # 13.5 GB
+    assert rest(stage3, "device") == pytest.approx(16 * 68.98e9 / 8, rel=0.001)  # 138 GB
     assert not stage3["fits"]
     assert not stage3["fits_with_checkpointing"]
 
 
 def test_it_fits_with_everything_on_nvme_and_the_plan_has_the_bytes(llama):
     in_memory = choice(llama, "stage3", "cpu")
-    assert in_memory["host_bytes_per_node"] == pytest.approx(16 * 6.738e9, rel=0.001)  # 108 GB
+    assert in_memory["host_bytes_per_node"] == pytest.approx(16 * 68.98e9, rel=0.001)  # 1.1 TB
     assert "host memory" in in_memory["missing_bytes"]
     nvme = choice(llama, "stage3", "nvme")
     assert nvme["fits_with_checkpointing"]
-    assert nvme["disk_bytes_per_node"] == pytest.approx(12 * 6.738e9, rel=0.001)
+    assert nvme["disk_bytes_per_node"] == pytest.approx(12 * 68.98e9, rel=0.001)
     buffers = 8 * 2 * 4 * 2**24 * 4  # ranks, pools, buffers, elements, bytes
-    assert nvme["host_bytes_per_node"] - buffers == pytest.approx(4 * 6.738e9, rel=0.03)
+    assert nvme["host_bytes_per_node"] - buffers == pytest.approx(4 * 68.98e9, rel=0.03)
     assert llama["best"]["choice"].startswith("stage3, offload=nvme")
 
 
 def test_what_a_rank_sends_is_two_and_three_times_the_parameters(llama):
-    numel_bytes = 4 * 6.738e9 * 7 / 8
+    numel_bytes = 4 * 68.98e9 * 7 / 8
     for zero in ("off", "stage1", "stage2"):
         assert choice(llama, zero)["step_bytes"]["wire"] == pytest.approx(
             2 * numel_bytes, rel=0.001
