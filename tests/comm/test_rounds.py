@@ -111,14 +111,18 @@ def _count(rank, world_size, stage, num, options, num_micro_batches):
 
 CELLS = [
     (0, 8, "plain", 1),
-    (1, 8, "plain", 4),
-    (2, 32, "offload", 1),
+    (1, 8, "plain", 2),
+    pytest.param(1, 8, "plain", 4, marks=pytest.mark.slow),
+    (2, 8, "offload", 1),
+    pytest.param(2, 32, "offload", 1, marks=pytest.mark.slow),
     (3, 32, "plain", 1),
     pytest.param(3, 128, "plain", 1, marks=pytest.mark.slow),
-    (3, 8, "plain", 4),
+    (3, 8, "plain", 2),
+    pytest.param(3, 8, "plain", 4, marks=pytest.mark.slow),
     (3, 8, "kept", 1),
     (3, 8, "no overlap", 1),
-    (3, 8, "groups", 4),
+    (3, 8, "groups", 2),
+    pytest.param(3, 8, "groups", 4, marks=pytest.mark.slow),
     (3, 8, "offload", 1),
 ]
 

@@ -101,7 +101,8 @@ CELLS = [(mode, size, seed) for mode in MODES for size in (2, 3, 4) for seed in 
 
 @pytest.mark.parametrize(
     ("mode", "size", "seed"),
-    slow_but([(mode, 2 + (mode == "late"), 0) for mode in MODES], CELLS),
+    # Late ranks are shuffled, too.
+    slow_but([(mode, 2 + (mode == "late"), 0) for mode in MODES if mode != "shuffled"], CELLS),
 )
 def test_ranks_that_take_different_branches_train_as_one_process(mode, size, seed):
     assert max(run_ranks(size, _train, mode, seed, {})) < 1e-6
@@ -256,7 +257,7 @@ CELLS = [(mode, size, seed) for mode in ("same", "dropped") for size in (2, 3) f
 
 
 @pytest.mark.parametrize(
-    ("mode", "size", "seed"), slow_but([("same", 2, 0), ("dropped", 3, 0)], CELLS)
+    ("mode", "size", "seed"), slow_but([("same", 2, 0), ("dropped", 2, 0)], CELLS)
 )
 def test_a_forward_right_before_a_step_or_a_write_sees_the_values_before_it(mode, size, seed):
     assert max(run_ranks(size, _look_before_step, mode, seed)) < 1e-6

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,6 +33,17 @@ from lightning_zero.layout.config import WaitLimits
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import RankError, free_port, run_ranks
+
+
+@pytest.fixture(scope="module")
+def waited():
+    """Runs the calls of `_WAITING`, all at the same time; a function of a call and its results."""
+    with ThreadPoolExecutor(len(_WAITING)) as pool:
+        begun = {
+            call: pool.submit(run_ranks, *call, has_group=call[1] is not _open_slowly)
+            for call in _WAITING
+        }
+        yield lambda *call: begun[call].result()
 
 
 def _error_of(action):
@@ -283,8 +295,8 @@ def test_a_long_wait_reports_once_what_every_rank_is_doing(stage):
     assert "in dawdle" in text
 
 
-def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported():
-    text = run_ranks(2, _open_slowly, has_group=False)[0]
+def test_a_long_wait_for_a_rank_that_opens_a_checkpoint_is_reported(waited):
+    text = waited(2, _open_slowly)[0]
     assert "rank 0: outside of the engine; waits for all ranks to open a.ckpt" in text, text
 
 
@@ -328,8 +340,8 @@ def _take_branches(rank, world_size):
     return _error_of(step)
 
 
-def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error():
-    errors = run_ranks(2, _take_branches, timeout_s=40)
+def test_a_collective_of_the_user_in_a_branch_of_one_rank_ends_with_an_error(waited):
+    errors = waited(2, _take_branches)
     assert "all ranks wait for each other" in errors[1][0], errors
     assert "torch.distributed.barrier" in errors[1][0]
     assert "lightning_zero.before_collective(module)" in errors[1][0]
@@ -359,8 +371,10 @@ def _scatter_in_backward(rank, world_size, first_use):
 
 
 @pytest.mark.parametrize("first_use", [0, 3], ids=["negotiated", "replayed"])
-def test_a_one_way_collective_that_another_rank_has_not_reached_ends_with_an_error(first_use):
-    errors = run_ranks(2, _scatter_in_backward, first_use, timeout_s=40)
+def test_a_one_way_collective_that_another_rank_has_not_reached_ends_with_an_error(
+    first_use, waited
+):
+    errors = waited(2, _scatter_in_backward, first_use)
     assert "all ranks wait for each other" in errors[1][0], errors
     assert "rank 0: in backward of 1; waits for torch.distributed.scatter" in errors[1][0]
     assert "rank 1: in forward of 1; waits for the all" in errors[1][0]
@@ -374,8 +388,8 @@ def _use_other_engines(rank, world_size):
     return outcome
 
 
-def test_ranks_that_wait_in_different_engines_end_with_an_error():
-    errors = run_ranks(2, _use_other_engines, timeout_s=40)
+def test_ranks_that_wait_in_different_engines_end_with_an_error(waited):
+    errors = waited(2, _use_other_engines)
     for error, _ in errors:
         assert "all ranks wait for each other" in error, errors
         assert ", of another module" in error
@@ -444,8 +458,8 @@ def _receive_beside_ended(rank, world_size):
     return None
 
 
-def test_a_receive_continues_after_a_rank_other_than_the_sender_has_ended():
-    assert run_ranks(3, _receive_beside_ended)[0] == 1
+def test_a_receive_continues_after_a_rank_other_than_the_sender_has_ended(waited):
+    assert waited(3, _receive_beside_ended)[0] == 1
 
 
 class _SlowToLoad:
@@ -463,8 +477,8 @@ def _load_beside_ended(rank, world_size):
     return objects
 
 
-def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender():
-    assert run_ranks(2, _load_beside_ended)[0] == [None, None]
+def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender(waited):
+    assert waited(2, _load_beside_ended)[0] == [None, None]
 
 
 def _barrier_beside_broadcast(rank, world_size):
@@ -478,8 +492,8 @@ def _barrier_beside_broadcast(rank, world_size):
     return watchdog.failure
 
 
-def test_a_barrier_after_an_unfinished_broadcast_of_others_is_no_mutual_wait():
-    assert run_ranks(2, _barrier_beside_broadcast) == [None, None]
+def test_a_barrier_after_an_unfinished_broadcast_of_others_is_no_mutual_wait(waited):
+    assert waited(2, _barrier_beside_broadcast) == [None, None]
 
 
 def test_one_way_collectives_are_recognized():
@@ -533,12 +547,15 @@ thread.join()
 """
 
 
+def _execute(rank, world_size, program):
+    exec(program, {})
+
+
 @pytest.mark.skipif(
     sys.version_info[:2] != (3, 11), reason="only Python 3.11 collects garbage there"
 )
 def test_frames_of_a_running_thread_are_read_while_garbage_is_collected():
-    script = [sys.executable, "-X", "faulthandler", "-c", _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED]
-    subprocess.run(script, check=True, timeout=60)
+    run_ranks(1, _execute, _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED, has_group=False)
 
 
 def test_a_report_groups_ranks_with_equal_status():
@@ -613,9 +630,9 @@ def _die_with_the_store(rank, world_size):
     raise AssertionError(f"{text} after {seconds:.0f} seconds")
 
 
-def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named():
+def test_a_rank_that_dies_with_the_store_while_its_forks_hold_the_connections_is_named(waited):
     with pytest.raises(RankError) as caught:
-        run_ranks(2, _die_with_the_store)
+        waited(2, _die_with_the_store)
     # The exit status can be read for a moment only: the parent process reads it, too.
     text = "PeerAbortedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
@@ -832,3 +849,16 @@ def test_there_is_nothing_to_watch_without_other_ranks():
         raise PeerAbortedError
     watchdog.finish()
     watchdog.stop()
+
+
+_WAITING = [
+    (3, _receive_beside_ended),
+    (2, _load_beside_ended),
+    (2, _die_with_the_store),
+    (2, _open_slowly),
+    (2, _barrier_beside_broadcast),
+    (2, _take_branches),
+    (2, _scatter_in_backward, 0),
+    (2, _scatter_in_backward, 3),
+    (2, _use_other_engines),
+]

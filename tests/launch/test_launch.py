@@ -84,8 +84,10 @@ def test_each_registered_name_gives_its_stage_before_any_process_group(name, cha
 
 
 @pytest.mark.shows("launch by the Trainer", stages=(3,))
-def test_the_subprocess_launcher_trains_on_two_ranks_as_ddp(tmp_path):
-    run_script(SCRIPTS / "train.py", "zero3", 2, tmp_path)
+def test_the_subprocess_launcher_trains_on_two_ranks_as_ddp(fault_server, tmp_path):
+    command = [SCRIPTS / "train.py", "zero3", 2, tmp_path]
+    status, output = fault_server.run_script(command, tmp_path, num_started=1)
+    assert status == 0, output
     assert_saved_equals_ddp(tmp_path)
 
 

@@ -17,6 +17,8 @@ names = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric",
 loaded = names & set(sys.modules)
 assert not loaded, loaded
 assert {*lightning_zero.__all__, "__version__"} <= set(dir(lightning_zero))
+from lightning_zero import Engine, ZeroConfig
+assert "lightning" not in sys.modules
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import StrategyRegistry
@@ -42,17 +44,12 @@ assert "lightning_zero.strategy" not in sys.modules
 strategy = Trainer(strategy="zero2_offload", accelerator="cpu", devices=1, logger=False).strategy
 assert type(strategy) is lightning_zero.ZeroStrategy and strategy.config.stage == 2
 """
-ENGINE_ALONE = """
-import sys
-from lightning_zero import Engine, ZeroConfig
-assert "lightning" not in sys.modules
-"""
 
 
 @pytest.mark.parametrize(
     "program",
-    [BEFORE_LIGHTNING, pytest.param(AFTER_LIGHTNING, marks=pytest.mark.slow), ENGINE_ALONE],
-    ids=["before Lightning", "after Lightning", "engine"],
+    [BEFORE_LIGHTNING, pytest.param(AFTER_LIGHTNING, marks=pytest.mark.slow)],
+    ids=["engine, then Lightning", "after Lightning"],
 )
 def test_the_import_registers_names_and_changes_nothing_else(program):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

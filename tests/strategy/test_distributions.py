@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from lightning_zero._lightning import VARIABLE
 from tests.support.pages import blocks
-from tests.support.processes import SCRIPTS, run_python
+from tests.support.processes import SCRIPTS, run_python, start_python
 from tests.support.ranks import run_ranks
 
 PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
@@ -18,6 +20,43 @@ PACKAGES = ["lightning.pytorch", "pytorch_lightning"]
 pytestmark = pytest.mark.skipif(
     find_spec("pytorch_lightning") is None, reason="pytorch_lightning is not installed"
 )
+
+
+# Runs programs as forks of a process that has imported torch, but neither package of Lightning.
+SERVER = """
+import json, os, sys
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.optim, torchmetrics
+
+def run(program, variables, output):
+    for stream, path in ((1, output), (2, output + ".errors")):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), stream)
+    os.environ.update(variables)
+    exec(program, {"__name__": "__main__"})
+
+assert not {"lightning", "pytorch_lightning", "lightning_fabric"} & set(sys.modules)
+while line := sys.stdin.readline():
+    child = os.fork()
+    if child == 0:
+        run(*json.loads(line))
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_program(tmp_path_factory):
+    """A function of a program and variables of its environment; returns its output."""
+    folder, numbers = tmp_path_factory.mktemp("programs"), itertools.count()
+
+    def run(program, **variables):
+        output = folder / str(next(numbers))
+        print(json.dumps([program, variables, str(output)]), file=server.stdin, flush=True)
+        status, printed = server.stdout.readline(), output.read_text()
+        assert status == "0\n", printed + Path(f"{output}.errors").read_text()
+        return printed
+
+    with start_python("-c", SERVER) as server:
+        yield run
 
 
 def life_cycle(package, strategy, folder):
@@ -93,9 +132,11 @@ PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
     ],
     ids=["pytorch_lightning", "imported later", "named by the variable"],
 )
-def test_classes_are_those_of_the_one_that_is_imported(first, second, chosen, variables):
+def test_classes_are_those_of_the_one_that_is_imported(
+    run_program, first, second, chosen, variables
+):
     program = PROGRAM.format(first=first, second=second, without=OTHERS[chosen])
-    run_python("-c", program, **variables)
+    run_program(program, **variables)
 
 
 BY_REGISTRY = """
@@ -111,14 +152,14 @@ for given in ("zero3", lightning_zero.ZeroStrategy(3)):
 """
 
 
-def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_error():
-    of_name, of_object = run_python("-c", BY_REGISTRY).splitlines()
+def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_error(run_program):
+    of_name, of_object = run_program(BY_REGISTRY).splitlines()
     for text in (of_name, of_object):
         assert "choose lightning: import lightning before" in text
         assert f"set {VARIABLE}=lightning." in text
 
 
-def test_an_unknown_name_in_the_variable_is_an_error():
+def test_an_unknown_name_in_the_variable_is_an_error(run_program):
     program = """
 try:
     from lightning_zero import ZeroStrategy
@@ -126,7 +167,7 @@ except ValueError as error:
     print(error)
 """
     known = "must be one of lightning, pytorch_lightning, got 'pl'."
-    assert run_python("-c", program, **{VARIABLE: "pl"}) == f"{VARIABLE} {known}\n"
+    assert run_program(program, **{VARIABLE: "pl"}) == f"{VARIABLE} {known}\n"
 
 
 FABRIC = """
@@ -157,10 +198,10 @@ def train_with_fabric(rank, world_size):
     return names["sums"]
 
 
-def test_fabric_of_lightning_fabric_trains_as_that_of_lightning():
+def test_fabric_of_lightning_fabric_trains_as_that_of_lightning(run_program):
     (expected,) = run_ranks(1, train_with_fabric, has_group=False)
     program = FABRIC.format(package="lightning_fabric", without=OTHERS["pytorch_lightning"])
-    assert json.loads(run_python("-c", program + "print(sums)")) == expected
+    assert json.loads(run_program(program + "print(sums)")) == expected
 
 
 MODULE = """
