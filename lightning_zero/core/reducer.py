@@ -33,7 +33,7 @@ class Reducer:
         in_flight: Bucket whose reduction is in flight.
         guard: Looks at gradients before they are reduced.
         has_stepped: Whether an optimizer has stepped since the last backward.
-        shards_params: Whether parameters of any bucket are sharded.
+        shards_params: Whether parameters are sharded, but for small ones.
         is_mid_step: Whether the last backward ended no step, and its means have not been needed
             since: gradients are local, or averaged over the shard group only.
     """
@@ -57,7 +57,7 @@ class Reducer:
         self._is_in_backward = False  # on this rank
         self._trainable: Trainable = ()  # in this backward
         self.ends_step = True
-        self.shards_params = any(bucket.shards_params for bucket in buckets)
+        self.shards_params = config.states.shards_params
         self._sequence = list(reversed(self._buckets))  # of reductions without a recorded schedule
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order

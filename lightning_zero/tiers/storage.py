@@ -12,6 +12,7 @@ copied. If the module computes on the CPU both tiers are the same memory, and no
 from __future__ import annotations
 
 import errno
+import threading
 from collections import deque
 from functools import cached_property
 from pathlib import Path
@@ -136,7 +137,10 @@ ShardStore = MemoryShardStore | FileShardStore
 
 
 class _Uploader:
-    """Casts blocks into page-locked memory; one block is copied while the next is cast."""
+    """Casts blocks into page-locked memory; one block is copied while the next is cast.
+
+    Any thread may use it.
+    """
 
     def __init__(self, device: torch.device, *, pin: bool, recorder: Recorder) -> None:
         stream = streams.make_stream(device)
@@ -148,6 +152,7 @@ class _Uploader:
             (aligned_empty(UPLOAD_BLOCK_BYTES, pin=pin), None) for _ in range(NUM_UPLOAD_BLOCKS)
         )
         self._recorder = recorder
+        self._lock = threading.Lock()
 
     def send(self, values: Tensor, target: Tensor, name: str) -> None:
         """Copies `values` (1-D, CPU) to `target` (1-D, device); the current stream waits for it."""
@@ -155,7 +160,7 @@ class _Uploader:
         self._stream.wait_stream(current)  # reads of the old values were queued before
         step = UPLOAD_BLOCK_BYTES // target.element_size()
         span = self._recorder.span
-        with streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
+        with self._lock, streams.on(self._stream), span(Kind.TO_DEVICE, name, target.nbytes):
             for start in range(0, values.numel(), step):
                 part = target[start : start + step]
                 buffer, left = self._blocks[0]
