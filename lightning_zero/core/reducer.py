@@ -33,7 +33,7 @@ class Reducer:
         in_flight: Bucket whose reduction is in flight.
         guard: Looks at gradients before they are reduced.
         has_stepped: Whether an optimizer has stepped since the last backward.
-        shards_params: Whether parameters are sharded, but for small ones.
+        shards_params: Whether the stage shards parameters; small ones may be replicated.
         is_mid_step: Whether the last backward ended no step, and its means have not been needed
             since: gradients are local, or averaged over the shard group only.
     """

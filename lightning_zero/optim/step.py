@@ -411,17 +411,14 @@ class OptimizerStep:
 
     def _step_by_bucket(self) -> None:
         clone = OptimizerClone(self.optimizer)
-        # Beside sharded parameters, replicated ones are small. They are stepped at once, so that
-        # the worker has no collective whose order differs from that of other ranks.
-        is_overlapped = self._worker is not None
-        at_once = [
-            bucket
-            for bucket in self._stepping
-            if not is_overlapped or (self._reducer.shards_params and not bucket.shards_params)
-        ]
+        at_once, overlapped = list[Bucket](), list[Bucket]()
+        for bucket in self._stepping:
+            # Beside sharded parameters, replicated ones are small. They are stepped at once, so
+            # that the worker has no collective whose order differs from that of other ranks.
+            is_like_most = bucket.shards_params == self._reducer.shards_params
+            (overlapped if self._worker and is_like_most else at_once).append(bucket)
         if any(bucket.plan.tiers.optim is Tier.NVME for bucket in at_once):
             self._drain()  # a loop of another optimizer may use the buffers
-        overlapped = [bucket for bucket in self._stepping if bucket not in at_once]
         for buckets, worker in ((at_once, None), (overlapped, self._worker)):
             if buckets:
                 self._step_buckets(buckets, clone, worker)

@@ -60,6 +60,10 @@ _WAYS: dict[str, dict[str, Any]] = {
     "accumulate": {"options": ("accumulate",)},
     "groups": {"config": {"sharding_group_size": 4}, "options": ("accumulate", "clip")},
     "overlap": {"config": {"overlap_step": True}, "options": ("looks",)},
+    "overlap beside replicated": {
+        "config": {"overlap_step": True, "param_persistence_threshold": 200},
+        "options": ("looks",),
+    },
     "muon": {"optimizer": "muon", "options": ("looks",)},
     "foreach": {"optimizer": "foreach"},
     "tensor rate": {"optimizer": "tensor rate", "config": {"overlap_step": True}},
@@ -105,6 +109,7 @@ _CHOSEN = """
 1, cpu optimizer, fp16, plain
 2, device, fp16, accumulate
 2, cpu optimizer, bf16, overlap
+3, cpu optimizer, bf16, overlap beside replicated
 3, device, fp32, overlap
 3, device, fp16, activations
 3, device, fp32, two groups
@@ -125,6 +130,8 @@ CHOSEN = {f"stage {line}" for line in _CHOSEN.split("\n") if line}
 
 def _is_worth_it(stage: int, place: str, precision: str, way: str) -> bool:
     if way in _EQUAL_IN_ALL_PRECISIONS and precision != "fp32":
+        return False
+    if way == "overlap beside replicated" and stage != 3:
         return False
     if way == "unscaled by the step" and precision != "fp16":
         return False
