@@ -80,18 +80,18 @@ class GlooControlPlane:
         self._recorder = recorder
         self._timeout = timeout
         self._group: Any = None
+        self._is_simulated = False
         self._width = 0
         self.open()
 
     def open(self) -> None:
         """Makes the process group, if there is a default one."""
-        is_alone = self.size == 1
         if has_world():
             # The fake backend simulates N ranks in one process; gloo would wait for the others.
-            backend = "fake" if dist.get_backend() == "fake" else "gloo"
+            self._is_simulated = dist.get_backend() == "fake"
+            backend = "fake" if self._is_simulated else "gloo"
             self._group = dist.new_group(timeout=self._timeout, backend=backend)
-            is_alone |= backend == "fake"
-        group = None if is_alone else self._group
+        group = None if self._is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
         self._rounds.reserve(self._width)
 
@@ -99,6 +99,11 @@ class GlooControlPlane:
     def is_open(self) -> bool:
         """Whether there is a process group. Local."""
         return self._group is not None
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other rank sends anything: none exists, or the group has ended. Local."""
+        return self.size == 1 or self._group is None or self._is_simulated
 
     @contextmanager
     def waiting(
@@ -129,7 +134,7 @@ class GlooControlPlane:
 
     def broadcast_object(self, value: Any) -> Any:
         """Returns rank 0's picklable object, on every rank."""
-        if self._group is None or self.size == 1:
+        if self._is_alone:
             return value
         box = [value]
         with self.waiting("broadcast", is_one_way=True):
@@ -138,8 +143,8 @@ class GlooControlPlane:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Returns every rank's picklable object, by rank, on every rank."""
-        if self._group is None or self.size == 1:
-            return [value]
+        if self._is_alone:
+            return [value] * self.size
         box: list[Any] = [None] * self.size
         with self.waiting("objects"):
             dist.all_gather_object(box, value, group=self._group)
@@ -147,8 +152,8 @@ class GlooControlPlane:
 
     def collect_objects(self, value: Any) -> list[Any]:
         """Returns every rank's picklable object, by rank, on rank 0; [] on the other ranks."""
-        if self._group is None or self.size == 1:
-            return [value]
+        if self._is_alone:
+            return [] if self.rank else [value] * self.size
         box: list[Any] | None = None if self.rank else [None] * self.size
         with self.waiting("objects", is_one_way=True):
             dist.gather_object(value, box, group=self._group, group_dst=0)
@@ -156,8 +161,8 @@ class GlooControlPlane:
 
     def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
         """Returns every rank's numbers, by rank, on every rank; all ranks pass equally many."""
-        if self._group is None or self.size == 1:
-            return [list(values)]
+        if self._is_alone:
+            return [list(values)] * self.size
         own = torch.tensor(values, dtype=torch.float64)
         everyone = [own.clone() for _ in range(self.size)]
         with self.waiting("numbers"):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm.backends import GlooBackend
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.fake import FakeCommunicator, fake_world
 from lightning_zero.health.failures import PeerAbortedError
 from lightning_zero.record.spans import Kind
 from tests.support.ranks import run_ranks
@@ -153,3 +154,19 @@ def _abort_before_each(rank, world_size, is_early):
 def test_an_abort_is_the_cause_that_peers_raise_wherever_they_wait(is_early):
     for seconds in run_ranks(3, _abort_before_each, is_early, timeout_s=30):
         assert max(seconds.values()) < 2.0, seconds
+
+
+def _simulate(rank, world_size):
+    with fake_world(1, 3):
+        control = FakeCommunicator(torch.device("cpu")).control
+        return (
+            control.broadcast_object("own"),
+            control.gather_objects("own"),
+            control.collect_objects("own"),
+            control.gather_floats([1.5]),
+        )
+
+
+def test_a_simulated_rank_receives_its_own_objects_instead_of_uninitialized_memory():
+    found = run_ranks(1, _simulate, has_group=False)
+    assert found == [("own", ["own"] * 3, [], [[1.5]] * 3)]
