@@ -279,8 +279,13 @@ class Unsharder:
             for one in unsharded:
                 num_passing += not one.stays_unsharded
                 live += one.numel
-            # Without a budget, at most one is prefetched.
-            is_too_far = num_passing > 1 if budget is None else ahead > budget
+            # Without a budget, at most one is prefetched; units stay after forward if not resharded.
+            if budget is not None:
+                is_too_far = ahead > budget
+            elif config.reshard_after_forward is False:
+                is_too_far = bool(self._unclaimed)
+            else:
+                is_too_far = num_passing > 1
             if is_too_far or (limit is not None and live > limit):
                 break
             order.prefetch()

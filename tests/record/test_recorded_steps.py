@@ -152,6 +152,8 @@ def test_prefetched_units_count_as_hits(recorded):
             # The first layer is unsharded when it is needed; no all-gather follows the last use.
             assert recording.hits + recording.misses == 2 * LAYERS - 1
             assert recording.misses == 1
+    for recording in (r for found in recorded["stage 3, kept"] for r in found):
+        assert (recording.hits, recording.misses) == (LAYERS - 1, 1)
     for recording in (r for found in recorded["stage 3, no prefetch"] for r in found):
         assert (recording.hits, recording.misses) == (0, 2 * LAYERS - 1)
     for recording in (r for found in recorded["stage 2"] for r in found):
