@@ -223,7 +223,7 @@ def sharded_optimizer_state(
             source = f"of {name} in {prefix}optimizer {number}"
             entry = flatten_composites(dict(own_of.get(parameter, {})))
             if parameter in specs_of:
-                own = entry if bucket.shards.layout.is_stepped[index] else None
+                own = entry if bucket.shards.step_layout.is_stepped[index] else None
                 state[name] = _owned_shards(specs_of[parameter], own, source, engine.comm.mesh)
             elif parameter in own_of:
                 for key, value in entry.items():

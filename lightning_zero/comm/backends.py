@@ -56,15 +56,14 @@ class Unfilled:
     reads: tuple[Tensor, ...] = ()
 
 
+_TAG_STEP = 3  # kinds of collectives
 SplitSizes = Sequence[int] | None  # elements of each rank's shard; None: all equal
 
 
 class Backend:
     """Interface of a backend; itself the null backend that is used after `close`."""
 
-    def fill(
-        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
-    ) -> streams.Event | None:
+    def fill(self, buffer: Tensor, source: Source, name: str = "") -> streams.Event | None:
         """Copies this rank's shard from `source` into `buffer`, before its all-gather.
 
         Returns the end of the copy, on a device with streams.
@@ -83,10 +82,17 @@ class Backend:
         """
         raise _closed_error()
 
-    def reduce_scatter(
-        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
-    ) -> Pending:
+    def reduce_scatter(self, buffer: Tensor | Unfilled, out: Tensor) -> Pending:
         """Writes this rank's shard of the mean to `out`; the content of `buffer` is lost."""
+        raise _closed_error()
+
+    def all_to_all(
+        self, out: Tensor, parts: Tensor, out_sizes: Sequence[int], part_sizes: Sequence[int]
+    ) -> Pending:
+        """Sends each rank its part of `parts`, and writes the parts of all ranks to `out`.
+
+        Tensors are 1-D; the sizes are the elements of each part, by rank.
+        """
         raise _closed_error()
 
     def all_reduce(self, tensor: Tensor) -> Pending:
@@ -170,14 +176,11 @@ class GlooBackend(Backend):
         self._rank = rank
         self._size = size
         self.scratch = ScratchPool(torch.device("cpu"))  # gloo receives into CPU memory only
-        # Tags pair messages: all-gathers use even numbers, reduce-scatters odd ones.
-        self._gather_tag = 0
-        self._reduce_tag = 1
+        # Tags pair messages; those of different collectives differ modulo `_TAG_STEP`.
+        self._gather_tag, self._reduce_tag, self._all_to_all_tag = range(_TAG_STEP)
 
-    def fill(
-        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
-    ) -> None:
-        own = _shard(buffer, self._rank, self._size, split_sizes)
+    def fill(self, buffer: Tensor, source: Source, name: str = "") -> None:
+        own = _shard(buffer, self._rank, self._size)
         if isinstance(source, Tensor):
             own.copy_(source)
         else:
@@ -196,13 +199,11 @@ class GlooBackend(Backend):
                 buffer, lambda cpu: self.all_gather(cpu, split_sizes), buffer.copy_
             )
         shards = _shards(buffer, self._size, split_sizes)
-        self._gather_tag += 2
+        self._gather_tag += _TAG_STEP
         works = self._exchange([shards[self._rank]] * self._size, shards, self._gather_tag)
         return _AsyncCollective(works, (buffer,))
 
-    def reduce_scatter(
-        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
-    ) -> Pending:
+    def reduce_scatter(self, buffer: Tensor | Unfilled, out: Tensor) -> Pending:
         if self._size == 1:
             if isinstance(buffer, Unfilled):
                 buffer.fill(out)
@@ -214,16 +215,16 @@ class GlooBackend(Backend):
             total = torch.empty(out.shape, dtype=out.dtype, device="cpu")
             return self._via_cpu(
                 flat,
-                lambda cpu: self.reduce_scatter(cpu, total, split_sizes),
+                lambda cpu: self.reduce_scatter(cpu, total),
                 lambda _: out.copy_(total),
             )
-        shards = _shards(flat, self._size, split_sizes)
+        shards = flat.chunk(self._size)
         own = shards[self._rank]
         received = [
             own if peer == self._rank else self.scratch.acquire(own.numel(), own.dtype)
             for peer in range(self._size)
         ]
-        self._reduce_tag += 2
+        self._reduce_tag += _TAG_STEP
         works = self._exchange(shards, received, self._reduce_tag)
 
         def finish() -> None:
@@ -235,6 +236,22 @@ class GlooBackend(Backend):
                 self.scratch.release(flat)
 
         return _AsyncCollective(works, (flat, out), finish)
+
+    def all_to_all(
+        self, out: Tensor, parts: Tensor, out_sizes: Sequence[int], part_sizes: Sequence[int]
+    ) -> Pending:
+        if out.device.type != "cpu":
+            received = torch.empty(out.shape, dtype=out.dtype, device="cpu")
+            return self._via_cpu(
+                parts,
+                lambda cpu: self.all_to_all(received, cpu, out_sizes, part_sizes),
+                lambda _: out.copy_(received),
+            )
+        receives, sends = out.split(list(out_sizes)), parts.split(list(part_sizes))
+        receives[self._rank].copy_(sends[self._rank])
+        self._all_to_all_tag += _TAG_STEP
+        works = self._exchange(sends, receives, self._all_to_all_tag)
+        return _AsyncCollective(works, (out, parts))
 
     def _filled(self, unfilled: Unfilled, device: torch.device) -> Tensor:
         if device.type == "cpu":
@@ -250,15 +267,20 @@ class GlooBackend(Backend):
         work = dist.all_reduce(tensor, group=self._group, async_op=True)
         return _AsyncCollective([work], (tensor,), lambda: tensor.mul_(1 / self._size))
 
-    def _exchange(self, sends: list[Tensor], receives: list[Tensor], tag: int) -> list[Any]:
-        """Posts a send of `sends[peer]` and a receive of `receives[peer]`, nearest rank first."""
+    def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int) -> list[Any]:
+        """Posts a send of `sends[peer]` and a receive of `receives[peer]`, nearest rank first.
+
+        Empty tensors are not sent.
+        """
         works = []
         for step in range(1, self._size):
             source = (self._rank - step) % self._size
-            works.append(self._group.recv([receives[source]], source, tag))
+            if receives[source].numel():
+                works.append(self._group.recv([receives[source]], source, tag))
         for step in range(1, self._size):
             target = (self._rank + step) % self._size
-            works.append(self._group.send([sends[target]], target, tag))
+            if sends[target].numel():
+                works.append(self._group.send([sends[target]], target, tag))
         return works
 
     def _via_cpu(
@@ -280,7 +302,7 @@ def _shards(buffer: Tensor, size: int, split_sizes: SplitSizes) -> list[Tensor]:
     return list(buffer.chunk(size) if split_sizes is None else buffer.split(list(split_sizes)))
 
 
-def _shard(buffer: Tensor, rank: int, size: int, split_sizes: SplitSizes) -> Tensor:
+def _shard(buffer: Tensor, rank: int, size: int, split_sizes: SplitSizes = None) -> Tensor:
     """Returns one rank's shard, without creating views of the others."""
     if split_sizes is None:
         numel = buffer.numel() // size
@@ -312,8 +334,8 @@ def _mean_in_rank_order(terms: list[Tensor], out: Tensor) -> None:
 class DeviceBackend(Backend):
     """The backend's own collectives, on side streams of the device: NCCL, and torch's fake backend.
 
-    Shards of different lengths use the calls that take lists: NCCL issues one broadcast or reduce
-    per shard, in one group.
+    Shards of different lengths use the call that takes lists: NCCL issues one broadcast per shard,
+    in one group.
 
     All-gathers and reductions each have a stream, so that a reduction that waits for a backward
     does not delay the all-gather of the next bucket. Copies from the CPU have one, too, and overlap
@@ -355,10 +377,8 @@ class DeviceBackend(Backend):
         self._reduce_stream = streams.make_stream(device, is_high_priority=True)
         self._has_avg = backend_for(device) == "nccl"
 
-    def fill(
-        self, buffer: Tensor, source: Source, split_sizes: SplitSizes = None, name: str = ""
-    ) -> streams.Event | None:
-        own = _shard(buffer, self._rank, self._size, split_sizes)
+    def fill(self, buffer: Tensor, source: Source, name: str = "") -> streams.Event | None:
+        own = _shard(buffer, self._rank, self._size)
         with self._side_stream(self._copy_stream):
             if isinstance(source, Tensor):
                 with self._recorder.copy_span(name, own.nbytes, source.device, own.device):
@@ -384,9 +404,7 @@ class DeviceBackend(Backend):
                     dist.all_gather(shards, own, group=self._gather_group)
             return self._make_pending(self._gather_stream, began, buffer)
 
-    def reduce_scatter(
-        self, buffer: Tensor | Unfilled, out: Tensor, split_sizes: SplitSizes = None
-    ) -> Pending:
+    def reduce_scatter(self, buffer: Tensor | Unfilled, out: Tensor) -> Pending:
         with self._side_stream(self._reduce_stream):
             began = self._recorder.mark()
             if isinstance(buffer, Unfilled):
@@ -399,13 +417,20 @@ class DeviceBackend(Backend):
             if self._group is None:
                 if flat is not out:
                     out.copy_(flat)
-            elif split_sizes is None:
-                _reduce_scatter_single(out, flat, op=self._op(out), group=self._group)
             else:
-                shards = _shards(flat, self._size, split_sizes)
-                dist.reduce_scatter(out, shards, op=self._op(out), group=self._group)
+                _reduce_scatter_single(out, flat, op=self._op(out), group=self._group)
             self._finish_mean(out)
             return self._make_pending(self._reduce_stream, began, out, *reads)
+
+    def all_to_all(
+        self, out: Tensor, parts: Tensor, out_sizes: Sequence[int], part_sizes: Sequence[int]
+    ) -> Pending:
+        # A worker may issue it, like the all-gathers after a step, beside reductions.
+        with self._side_stream(self._gather_stream):
+            began = self._recorder.mark()
+            sizes = list(out_sizes), list(part_sizes)
+            dist.all_to_all_single(out, parts, *sizes, group=self._gather_group)
+            return self._make_pending(self._gather_stream, began, out, parts)
 
     def before_reduction(self) -> AbstractContextManager[Any]:
         return self._side_stream(self._reduce_stream)

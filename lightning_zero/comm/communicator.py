@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import resource
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -182,23 +182,21 @@ class Communicator:
         buffer: Tensor,
         name: str = "",
         source: Source | None = None,
-        split_sizes: SplitSizes = None,
     ) -> Pending:
-        """Fills `buffer` in place from the shards of the ranks of this rank's shard group.
+        """Fills `buffer` in place from the equal shards of the ranks of this rank's shard group.
 
         Args:
             buffer: The unsharded buffer: 1-D, all shards.
             name: Name of the bucket, for profiler and recorder.
             source: This rank's shard, if it is not in `buffer` yet: 1-D, on the device or in CPU
                 memory; or a function that fills a 1-D tensor with it, on any stream.
-            split_sizes: Elements of each rank's shard; None: all equal.
         """
+        filled = None if source is None else self._backend.fill(buffer, source, name)
+        return self._all_gather(buffer, name, None, filled)
+
+    def _all_gather(self, buffer: Tensor, name: str, *args: Any) -> Pending:
         sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
-        filled = None
-        if source is not None:
-            filled = self._backend.fill(buffer, source, split_sizes, name)
-        issue = self._backend.all_gather
-        return self._issue(Kind.ALL_GATHER, name, sent, issue, buffer, split_sizes, filled)
+        return self._issue(Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, *args)
 
     def all_gather_shards(
         self, shard: Tensor, name: str = "", split_sizes: SplitSizes = None
@@ -208,7 +206,7 @@ class Communicator:
         Args:
             shard: This rank's shard: 1-D, of any dtype, on any device.
             name: As in `all_gather`.
-            split_sizes: As in `all_gather`; no shard is empty.
+            split_sizes: Elements of each rank's shard, none of which is empty; None: all equal.
         """
         sizes = split_sizes or [shard.numel()] * self.mesh.num_shards
         buffer = torch.empty(sum(sizes), dtype=shard.dtype, device=self.device)
@@ -216,7 +214,7 @@ class Communicator:
         buffer[start : start + shard.numel()].copy_(shard.detach())
         itemsize = shard.dtype.itemsize  # bytes, because backends do not send every dtype
         in_bytes = None if len(set(sizes)) == 1 else [itemsize * numel for numel in sizes]
-        self.all_gather(buffer.view(torch.uint8), name, split_sizes=in_bytes).wait()
+        self._all_gather(buffer.view(torch.uint8), name, in_bytes).wait()
         return buffer
 
     def reduce_scatter(
@@ -224,7 +222,6 @@ class Communicator:
         buffer: Tensor | Unfilled,
         out: Tensor,
         name: str = "",
-        split_sizes: SplitSizes = None,
     ) -> Pending:
         """Averages `buffer` over the shard group; writes this rank's shard of the mean to `out`.
 
@@ -232,14 +229,35 @@ class Communicator:
             buffer: 1-D, all shards. Its content is lost. `Unfilled`: made where it is sent.
             out: 1-D, one shard, in the dtype of the sum. It may be this rank's shard of `buffer`.
             name: As in `all_gather`.
-            split_sizes: As in `all_gather`.
         """
         # Peer to peer sends the buffer's dtype; the backends' own collectives send the sum's.
         dtype = buffer.dtype if isinstance(self._backend, GlooBackend) else out.dtype
         numel = buffer.numel if isinstance(buffer, Unfilled) else buffer.numel()
         sent = _bytes_sent(numel * dtype.itemsize, self.mesh.num_shards)
         issue = self._backend.reduce_scatter
-        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, buffer, out, split_sizes)
+        return self._issue(Kind.REDUCE_SCATTER, name, sent, issue, buffer, out)
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        parts: Tensor,
+        out_sizes: Sequence[int],
+        part_sizes: Sequence[int],
+        name: str = "",
+    ) -> Pending:
+        """Sends each rank of the shard group its part, and receives the parts of all ranks.
+
+        Args:
+            out: 1-D; the received parts one after another, in the order of ranks.
+            parts: 1-D, of the dtype and on the device of `out`; the sent parts, likewise.
+            out_sizes: Elements of each received part, by rank; possibly 0.
+            part_sizes: Elements of each sent part, by rank. What one rank sends to another is as
+                large as the other expects.
+            name: As in `all_gather`.
+        """
+        sent = (sum(part_sizes) - part_sizes[self.mesh.shard_rank]) * parts.itemsize
+        issue = self._backend.all_to_all
+        return self._issue(Kind.ALL_TO_ALL, name, sent, issue, out, parts, out_sizes, part_sizes)
 
     def before_reduction(self) -> AbstractContextManager[Any]:
         """Context in which work precedes the next reduction, beside the compute stream. Local.

@@ -19,6 +19,9 @@ from lightning_zero.health.world import has_world
 __all__ = ["FakeCommunicator", "FakeDeviceCommunicator", "fake_world", "skip_collective"]
 
 
+_WITHOUT_TENSORS = ("send", "recv_", "barrier", "alltoall_base_")  # they return their work alone
+
+
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
     """Context in which WORLD is a fake process group with this process as `rank` of `size`.
@@ -54,4 +57,4 @@ class FakeDeviceCommunicator(Communicator):
 def skip_collective(name: str, args: tuple[Any, ...]) -> Any:
     """Result of the operator `name` of c10d, which is not run: its first argument, and no work."""
     work = torch._C._distributed_c10d.FakeWork().boxed()
-    return work if name in ("send", "recv_", "barrier") else (args[0], work)
+    return work if name in _WITHOUT_TENSORS else (args[0], work)

@@ -15,6 +15,7 @@ Imports record, layout, tensors, health, comm and tiers.
     masters        a bucket's elements in full precision: loaded, stored, gathered
     held_views     views of unsharded parameters that users and graphs hold
     user_writes    values that users write to parameters, or set as `.data`
+    full_tensors   tensors of a bucket on their owners, in a step of an optimizer that needs them
     joint_step     a step of all slots of a bucket at once
     gradients      gradients of a bucket, from autograd's tensors to the main gradient
     param_grads    `.grad` of a bucket's parameters

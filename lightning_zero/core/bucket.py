@@ -1,8 +1,8 @@
 """A bucket at run time: its parameters, their states, and what `parameter.data` points at.
 
 [Note: Tensors of a bucket] A *slot* is one parameter of the bucket, in layout order; *own elements*
-are those that this rank steps: all if optimizer states are replicated (stage 0), all or none of a
-slot if the layout has tensor owners.
+are those of this rank's shard: all if optimizer states are replicated (stage 0). The optimizer
+steps them or, with tensor owners (layout/flat.py), the full tensors of this rank.
 
 - Original parameter: the `nn.Parameter` of the module. The object stays; its class and `.data`
   change (tensors/guarded.py).
@@ -20,8 +20,8 @@ slot if the layout has tensor owners.
   input of the reduce-scatter or all-reduce. `Gradients.unsharded_grads`, or made there.
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
-- Optimizer states: 1-D, own elements, master dtype; in files on NVMe (`Shards.state_stores`),
-  otherwise in the optimizer.
+- Optimizer states: 1-D, own elements, master dtype, or those of full tensors; in files on NVMe
+  (`Shards.state_stores`), otherwise in the optimizer.
 
 [Note: Phases of a bucket]
 
@@ -29,10 +29,10 @@ slot if the layout has tensor owners.
     SHARDED      sharded parameter view, 1-D                   guarded  idle if params are sharded
     UNSHARDING   view of the shard, or of a buffer in flight   guarded
     UNSHARDED    n-D view of the unsharded parameters          plain    in use; idle otherwise
-    STEP         own elements of the master                    plain    while the optimizer steps
+    STEP         what this rank steps                          plain    while the optimizer steps
 
-A bucket is idle between its uses. In STEP, `.data` is a 1-D slice; with tensor owners it is the n-D
-tensor on its owner, and empty and without a gradient on the other ranks.
+A bucket is idle between its uses. In STEP, `.data` is a 1-D slice of the master; with tensor owners
+it is the n-D tensor on its owner, and empty and without a gradient on the other ranks.
 
 [Note: Stepped by stand-ins] A bucket that is stepped on its own never enters STEP: stand-ins of its
 parameters are stepped instead (optim/chunks.py). `begin_step` marks the parameters as in flight,
@@ -104,7 +104,7 @@ class Bucket:
         parameters: The module's own parameter objects, by slot.
         comm: Communicator of the ranks that share the bucket.
         device: Device on which the bucket is unsharded.
-        shard_specs: Elements of each slot that each rank steps, by slot; `owned(index)` are this
+        shard_specs: Elements of each slot that each rank has, by slot; `owned(index)` are this
             rank's.
         shards_params: Whether parameters are sharded when idle.
         phase: Tensors that the parameters point at.
@@ -266,8 +266,7 @@ class Bucket:
 
     def all_gather_into(self, buffer: Tensor, source: Source | None = None) -> Pending:
         """Issues an all-gather of `source`, or of this rank's part of `buffer`, into `buffer`."""
-        split_sizes = self.plan.layout.split_sizes
-        return self.comm.all_gather(buffer, self.plan.name, source=source, split_sizes=split_sizes)
+        return self.comm.all_gather(buffer, self.plan.name, source=source)
 
     def mark_in_flight(self) -> None:
         """Guards the parameters until an all-gather, which is issued now or later."""
@@ -381,15 +380,16 @@ class Bucket:
         all_gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
         self._is_aliased = all_gathers and self.num_holders(num_params=num_params) > 0
 
-    def enter_step(self, *, has_grads: bool = True) -> None:
-        """Points parameters at their masters, and `.grad` at the main gradients, see `JointStep`.
+    def enter_step(self, *, has_grads: bool = True, has_values: bool = True) -> None:
+        """Points parameters at what is stepped, and `.grad` at its gradients, see `JointStep`.
 
-        Without `has_grads`, `.grad` is None until `leave_step`.
+        Collective with tensor owners. Without `has_grads`, `.grad` is None until `leave_step`.
+        Without `has_values`, full tensors are uninitialized, and the call is local.
         """
         self._before_step()
-        master, grads = self._joint.read(has_grads=has_grads)
+        tensors = self._joint.read(has_grads=has_grads, has_values=has_values)
         self._set_phase(Phase.STEP)  # so that `reset` restores what `begin` has changed
-        self._joint.begin(master, grads, has_grads=has_grads)
+        self._joint.begin(tensors, has_grads=has_grads)
 
     def leave_step(self, *, is_changed: bool, all_gathers: bool = True) -> None:
         """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective.
@@ -530,7 +530,9 @@ class Bucket:
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
         if self.phase is Phase.STEP:
-            self.leave_step(is_changed=True, all_gathers=all_gathers)
+            # Stepped full tensors are dropped: other ranks may not send theirs.
+            is_changed = self.shards.full_tensors is None
+            self.leave_step(is_changed=is_changed, all_gathers=all_gathers)
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 

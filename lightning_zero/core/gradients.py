@@ -40,7 +40,7 @@ from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.lazy import read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -204,7 +204,7 @@ class Gradients:
         buffer = None if self._is_sharded else self._open_buffer()
         self.param_grads.drop()  # a gradient that arrives later is reduced once more
         self.is_local = [False] * len(self._parameters)
-        name, split_sizes = self._plan.name, self._plan.layout.split_sizes
+        name = self._plan.name
         if buffer is not None:
             for index, view in enumerate(buffer.views):
                 if index not in local:
@@ -220,7 +220,7 @@ class Gradients:
         else:
             out = self.main_grad
         source = unfilled(self._plan, local) if buffer is None else buffer.tensor
-        self._reduction = out, self._comm.reduce_scatter(source, out, name, split_sizes=split_sizes)
+        self._reduction = out, self._comm.reduce_scatter(source, out, name)
 
     def reduce_zeros(self, *, averages: bool) -> None:
         """Reduces zeros for ranks that are in a backward before this rank. Collective; waits.
@@ -228,10 +228,10 @@ class Gradients:
         The result is added when this rank begins or ends its backward; until then the user sees and
         zeroes the previous mean. The other ranks may then average over replicas.
         """
-        name, split_sizes = self._plan.name, self._plan.layout.split_sizes
+        name = self._plan.name
         out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
         zeros = unfilled(self._plan, {})
-        self._comm.reduce_scatter(zeros, out, name, split_sizes=split_sizes).wait()
+        self._comm.reduce_scatter(zeros, out, name).wait()
         average = None
         if averages and self._offloaded is None and self._has_replicas:
             if self.is_partial and self.main_grad is not None:
@@ -391,6 +391,12 @@ class Gradients:
             return fetched
         upcast = self._split_by_slot(self.main_grad.to(dtype))
         return [None if grad is None else part for grad, part in zip(fetched, upcast, strict=True)]
+
+    def read_mean(self) -> Tensor:
+        """The main gradient, 1-D, own elements; a copy if it is in a file, zeros without one."""
+        if self.main_grad is None:
+            return self._zeros()
+        return self.main_grad.read() if isinstance(self.main_grad, LazyTensor) else self.main_grad
 
     def apply_(
         self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None

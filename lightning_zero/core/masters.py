@@ -123,7 +123,7 @@ class Masters:
             if self._shards.replicates_optim:
                 memory = part.to(bucket.device, copy=True)
             else:
-                memory = bucket.comm.all_gather_shards(part, plan.name, plan.layout.split_sizes)
+                memory = bucket.comm.all_gather_shards(part, plan.name)
             return FlatBuffer(plan.layout, part.dtype, bucket.device, memory=memory)
 
     def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:

@@ -16,7 +16,9 @@ from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.core.full_tensors import FullTensors
 from lightning_zero.core.writes import WriteDetector
+from lightning_zero.layout.flat import OwnedLayout, ShardLayout
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
@@ -49,7 +51,9 @@ class Shards:
 
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
-        layout: Elements that this rank steps.
+        layout: Own elements.
+        step_layout: Elements that this rank steps: own ones, or the full tensors that it owns.
+        full_tensors: Exchange of full tensors in a step; None: own elements are stepped.
         param_shard: Store of this rank's parameters: 1-D, own elements. A slice of the unsharded
             buffer, in the parameter dtype, or `all_gather_input`.
         all_gather_input: Store of the shard that an all-gather sends, cast to the parameter dtype
@@ -76,6 +80,11 @@ class Shards:
         self._unsharded_params = unsharded_params
         self.has_separate_master = plan.has_separate_master
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
+        self.step_layout: ShardLayout | OwnedLayout = self.layout
+        self.full_tensors: FullTensors | None = None
+        if plan.layout.has_tensor_owners and not self.replicates_optim:
+            self.step_layout = owned = OwnedLayout(plan.layout, rank)
+            self.full_tensors = FullTensors(owned, comm, plan.name)
         self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
         self.all_gather_input: ShardStore | None = None
         self.master: ShardStore | None = None
@@ -93,21 +102,21 @@ class Shards:
     # ---------------------------------------------------------------- which elements
 
     def owned(self, index: int) -> range:
-        """Elements of slot `index` that this rank steps, counted from the slot's first element."""
+        """Own elements of slot `index`, counted from the slot's first element."""
         return self.layout.owned(index)
 
     @property
     def has_tensor_owners(self) -> bool:
         """Whether each parameter is stepped as a full tensor by the one rank that owns it."""
-        return not self.replicates_optim and self.plan.layout.has_tensor_owners
+        return self.full_tensors is not None
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
-        """The elements of an unsharded buffer that this rank steps: 1-D, a view."""
+        """The own elements of an unsharded buffer: 1-D, a view."""
         return buffer.tensor if self.replicates_optim else buffer.shard(self._rank)
 
     @property
     def own_slice(self) -> Tensor:
-        """The elements of the unsharded parameters that this rank steps: 1-D, a view."""
+        """The own elements of the unsharded parameters: 1-D, a view."""
         return self.own_slice_of(self._unsharded_params)
 
     @property
@@ -316,13 +325,13 @@ class Shards:
     # ---------------------------------------------------------------- optimizer states
 
     def slice_state(self, index: int, full: Tensor) -> Tensor:
-        """A copy of this rank's elements of an optimizer state that is shaped like slot `index`.
+        """A copy of what this rank steps of an optimizer state that is shaped like slot `index`.
 
         The copy has the master dtype, except for integers, which are quantization codes.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
-        owned = self.owned(index)
-        part = read_flat(full, owned.start, owned.stop).view(self.layout.shapes[index])
+        owned = self.step_layout.owned(index)
+        part = read_flat(full, owned.start, owned.stop).view(self.step_layout.shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 

@@ -162,7 +162,7 @@ def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int
         for bucket in buckets
         if bucket.shards.has_tensor_owners
         for index, parameter in enumerate(bucket.parameters)
-        if not bucket.shards.layout.is_stepped[index]
+        if not bucket.shards.step_layout.is_stepped[index]
         and parameter.requires_grad
         and parameter in members
     )

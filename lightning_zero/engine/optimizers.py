@@ -146,15 +146,20 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def add(self, optimizer: Optimizer, found: ProbeResult) -> None:
         """Makes `optimizer`, with probe result `found`, step this rank's shards from now on."""
         kind = found.kind
-        is_overlapped = kind is StepKind.BY_BUCKET or self._worker is None
-        if not is_overlapped and self._comm.rank == 0:
-            warnings.warn(
-                f"overlap_step has no effect on {type(optimizer).__name__}: it can only step all "
-                "parameters in one call.",
-                stacklevel=2,
-            )
-        shard_initial_state(optimizer)
         members = set(parameters_of(optimizer))
+        why_not = ""
+        if kind is not StepKind.BY_BUCKET:
+            why_not = "it can only step all parameters in one call"
+        elif any(
+            bucket.shards_params and bucket.shards.full_tensors is not None
+            for bucket in self._buckets
+            if not members.isdisjoint(bucket.parameters)
+        ):
+            why_not = "it steps full tensors, which ranks send each other before the next forward"
+        if why_not and self._worker is not None and self._comm.rank == 0:
+            name = type(optimizer).__name__
+            warnings.warn(f"overlap_step has no effect on {name}: {why_not}.", stacklevel=2)
+        shard_initial_state(optimizer)
         for bucket in self._buckets:
             if bucket.plan.tiers.optim is Tier.NVME and not members.isdisjoint(bucket.parameters):
                 self._keep_states_in_files(bucket, optimizer, kind)

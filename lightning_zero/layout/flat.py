@@ -2,25 +2,26 @@
 
     flat space of a bucket, N = 3 ranks, parameters a, b, c, padding '.'
 
-    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    FlatLayout.of
+    |aaaaaaaaaaaa..|bbbbbbbbbbbbbbbbbbbbbbbb|cccccc......|    FlatLayout
     |<-- shard 0 ----->|<-- shard 1 ----->|<-- shard 2 ->|
 
-    |bbbbbbbbbbbbbbbbbbbbbbbb|aaaaaaaaaaaa..|cccccc..|        FlatLayout.of_owned_tensors
-    |<------ shard 0 ------->|<- shard 1 -->|<shard 2>|
+    |bbbbbbbbbbbbbbbbbbbbbbbb|    OwnedLayout of rank 0
+    |aaaaaaaaaaaa..|             of rank 1
+    |cccccc..|                   of rank 2
 
-Where the optimizer treats every element independently, shard boundaries ignore parameter
-boundaries. Every rank then owns exactly 1/N, and its slice of a parameter is a contiguous range of
-row-major elements, possibly empty. Where the optimizer needs full tensors, each parameter lies in
-the shard of one rank, its owner, and a shard has the length of its tensors.
+Shard boundaries ignore parameter boundaries. Every rank has exactly 1/N, and its slice of a
+parameter is a contiguous range of row-major elements, possibly empty. Where the optimizer treats
+every element independently, each rank steps its slices.
 
-[Note: Shards of different lengths] Owned tensors in shards of equal length would need padding. The
-four large matrices of a transformer block would take 2.7 times their elements on 8 ranks, in every
-all-gather and in storage; an embedding alone in its bucket would take 8 times. So a shard has the
-length of its tensors, collectives take the lengths (`split_sizes`), and owners are assigned over
-the entire model (`assign_owners`), where the sizes even out, not bucket by bucket.
+[Note: Tensor owners] Where the optimizer needs full tensors, each parameter has an owner, the rank
+that steps all of it. Only for the step, an all-to-all sends slices of parameters and gradients to
+the owners, and another one sends the new values back. So forward and backward have equal shards in
+every case: on NCCL a single all-gather and reduce-scatter, where shards of different lengths would
+need N broadcasts and N reductions. Owners are assigned over the entire model (`assign_owners`), so
+that the numbers of elements that ranks step are about equal, though not in one bucket.
 
-`FlatLayout` answers for all ranks, and `ShardLayout` for one of them, where the elements of a slot
-are in flat tensors. No other module computes such positions.
+`FlatLayout` answers for all ranks, and `ShardLayout` and `OwnedLayout` for one of them, where the
+elements of a slot are in flat tensors. No other module computes such positions.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import repeat
 
 from torch import Tensor
 
-__all__ = ["ALIGN_NUMEL", "FlatLayout", "ShardLayout", "Slot", "assign_owners"]
+__all__ = ["ALIGN_NUMEL", "FlatLayout", "OwnedLayout", "ShardLayout", "Slot", "assign_owners"]
 
 # 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels require.
 ALIGN_NUMEL = 32
@@ -44,8 +45,7 @@ class Slot:
     """Position of one parameter in the flat space.
 
     Attributes:
-        owner: Rank whose shard contains the full parameter, and which alone steps it. None: every
-            rank owns and steps a slice.
+        owner: Rank that steps the full parameter. None: every rank steps its slice.
     """
 
     name: str  # qualified
@@ -69,63 +69,38 @@ class FlatLayout:
 
     Attributes:
         slots: Parameters in order, each aligned to `ALIGN_NUMEL`.
-        bounds: First element of each rank's shard, and one past the last element; multiples of
-            `ALIGN_NUMEL`. No shard is empty.
+        shard_numel: Elements of every rank's shard, padding included; a multiple of `ALIGN_NUMEL`.
+        world_size: Number of shards.
     """
 
     slots: tuple[Slot, ...]
-    bounds: tuple[int, ...]
+    shard_numel: int
+    world_size: int
 
     @classmethod
-    def of(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> FlatLayout:
-        """Lays named shapes out one after another and pads the end to `world_size` equal shards."""
-        slots = []
-        stop = 0
-        for name, shape in shapes:
-            slots.append(Slot(name, tuple(shape), _aligned(stop)))
-            stop = slots[-1].stop
-        shard_numel = _aligned(max(1, math.ceil(stop / world_size)))
-        return cls(tuple(slots), tuple(rank * shard_numel for rank in range(world_size + 1)))
-
-    @classmethod
-    def of_owned_tensors(
+    def of(
         cls,
         shapes: Iterable[tuple[str, tuple[int, ...]]],
-        owners: Sequence[int],
         world_size: int,
+        owners: Iterable[int] | None = None,
     ) -> FlatLayout:
-        """Lays named shapes out by owner: shard after shard, each of the length of its tensors."""
-        placed: dict[int, Slot] = {}
-        named = list(shapes)
-        bounds = [0]
-        for rank in range(world_size):
-            stop = bounds[-1]
-            for index, (name, shape) in enumerate(named):
-                if owners[index] == rank:
-                    placed[index] = Slot(name, tuple(shape), _aligned(stop), rank)
-                    stop = placed[index].stop
-            bounds.append(_aligned(max(stop, bounds[-1] + 1)))
-        return cls(tuple(placed[index] for index in range(len(named))), tuple(bounds))
+        """Lays named shapes out one after another and pads the end to `world_size` equal shards.
 
-    @cached_property
-    def world_size(self) -> int:
-        return len(self.bounds) - 1
+        `owners`: rank that steps each parameter as a full tensor; None: every rank steps slices.
+        """
+        slots = []
+        stop = 0
+        by_slot: Iterable[int | None] = repeat(None) if owners is None else owners
+        for (name, shape), owner in zip(shapes, by_slot, strict=False):
+            slots.append(Slot(name, tuple(shape), _aligned(stop), owner))
+            stop = slots[-1].stop
+        shard_numel = _aligned(max(1, math.ceil(stop / world_size)))
+        return cls(tuple(slots), shard_numel, world_size)
 
-    @cached_property
+    @property
     def numel(self) -> int:
         """Elements of the flat space, padding included."""
-        return self.bounds[-1]
-
-    @cached_property
-    def shard_numel(self) -> int:
-        """Elements of the largest shard, padding included; all are equal without owners."""
-        return max(stop - start for start, stop in pairwise(self.bounds))
-
-    @cached_property
-    def split_sizes(self) -> tuple[int, ...] | None:
-        """Elements of every shard, for collectives; None if they are equal."""
-        numels = tuple(stop - start for start, stop in pairwise(self.bounds))
-        return numels if len(set(numels)) > 1 else None
+        return self.shard_numel * self.world_size
 
     @cached_property
     def has_tensor_owners(self) -> bool:
@@ -134,16 +109,17 @@ class FlatLayout:
 
     def shard(self, rank: int) -> range:
         """Range of the flat space that `rank` owns."""
-        return range(self.bounds[rank], self.bounds[rank + 1])
+        return range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def owned(self, slot: Slot, rank: int) -> range:
         """Elements of `slot` that `rank` owns, relative to the slot's first one; possibly empty."""
-        start = min(max(self.bounds[rank] - slot.start, 0), slot.numel)
-        stop = min(max(self.bounds[rank + 1] - slot.start, start), slot.numel)
+        shard = self.shard(rank)
+        start = min(max(shard.start - slot.start, 0), slot.numel)
+        stop = min(max(shard.stop - slot.start, start), slot.numel)
         return range(start, stop)
 
     def of_rank(self, rank: int, *, is_replicated: bool = False) -> ShardLayout:
-        """The elements that `rank` steps; with `is_replicated` all of them, in full shapes."""
+        """The elements of `rank`; with `is_replicated` all of them, in full shapes."""
         return ShardLayout(self, rank, is_replicated)
 
     @cached_property
@@ -159,10 +135,10 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The elements of a bucket that one rank has between uses, and steps: 1-D, in slot order.
+    """The elements of a bucket that one rank has between uses: 1-D, in slot order.
 
     Every flat tensor of them (parameters, master, main gradient, an optimizer state) has this
-    layout.
+    layout. Unless the layout has tensor owners, the rank steps these elements.
 
     Attributes:
         layout: Layout of the bucket.
@@ -200,18 +176,13 @@ class ShardLayout:
     @cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shape in which each slot is stepped: the full shape, or one dimension."""
-        return tuple(
-            slot.shape
-            if self.is_replicated or slot.owner == self.rank
-            else (len(self.owned(index)),)
-            for index, slot in enumerate(self.layout.slots)
-        )
+        slots = enumerate(self.layout.slots)
+        return tuple(s.shape if self.is_replicated else (len(self.owned(i)),) for i, s in slots)
 
     @cached_property
     def is_stepped(self) -> tuple[bool, ...]:
-        """Whether this rank steps each slot, or a slice of it, which may be empty."""
-        owners = (slot.owner for slot in self.layout.slots)
-        return tuple(self.is_replicated or owner in (None, self.rank) for owner in owners)
+        """Whether this rank steps each slot, or a slice of it, which may be empty: True."""
+        return (True,) * len(self.layout.slots)
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Splits a tensor of these elements into 1-D views, by slot."""
@@ -222,6 +193,83 @@ class ShardLayout:
         own = self.ranges[index]
         first = max(own.start, start)
         return range(first, max(first, min(own.stop, stop)))
+
+
+@dataclass(frozen=True)
+class OwnedLayout:
+    """The full tensors of a bucket that one rank owns, in a step: 1-D, in slot order.
+
+    Padding after a tensor counts as part of it, so that each tensor is aligned. Its methods and
+    attributes have the meaning of those of `ShardLayout`; a slot of another owner has no elements.
+    See [Note: Tensor owners].
+
+    Attributes:
+        layout: Layout of the bucket, in which every slot has an owner.
+        rank: The rank.
+    """
+
+    layout: FlatLayout
+    rank: int
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index`: all of them or none."""
+        slot = self.layout.slots[index]
+        return range(slot.numel if slot.owner == self.rank else 0)
+
+    @cached_property
+    def ranges(self) -> tuple[range, ...]:
+        ranges, start = [], 0
+        for index, slot in enumerate(self.layout.slots):
+            own = self.owned(index)
+            ranges.append(range(start, start + len(own)) if own else range(0))
+            start += _aligned(slot.numel) if slot.owner == self.rank else 0
+        return tuple(ranges)
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(s.shape if s.owner == self.rank else (0,) for s in self.layout.slots)
+
+    @cached_property
+    def is_stepped(self) -> tuple[bool, ...]:
+        return tuple(slot.owner == self.rank for slot in self.layout.slots)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Splits a tensor of these elements into 1-D views, by slot."""
+        return [flat[own.start : own.stop] for own in self.ranges]
+
+    @cached_property
+    def shard_parts(self) -> tuple[tuple[range, ...], ...]:
+        """Parts of this rank's shard with the tensors of each owner, by owner, in slot order."""
+        return tuple(self._parts(self.rank, owner) for owner in range(self.layout.world_size))
+
+    @cached_property
+    def shard_numels(self) -> list[int]:
+        """Elements in `shard_parts`, by owner."""
+        return [sum(map(len, parts)) for parts in self.shard_parts]
+
+    @cached_property
+    def numels(self) -> list[int]:
+        """Elements of the tensors of this rank in the shard of each rank, by rank.
+
+        Joined in the order of ranks, they are the tensors in slot order.
+        """
+        ranks = range(self.layout.world_size)
+        return [sum(map(len, self._parts(rank, self.rank))) for rank in ranks]
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+    def _parts(self, rank: int, owner: int) -> tuple[range, ...]:
+        """Ranges of the shard of `rank` with tensors of `owner`, none of them empty."""
+        shard = self.layout.shard(rank)
+        parts = []
+        for slot in self.layout.slots:
+            start = max(slot.start, shard.start)
+            stop = min(_aligned(slot.stop), shard.stop)
+            if slot.owner == owner and start < stop:
+                parts.append(range(start - shard.start, stop - shard.start))
+        return tuple(parts)
 
 
 def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:

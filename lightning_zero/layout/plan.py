@@ -326,15 +326,11 @@ class _Bucketizer:
             label += "/persistent"
         for number, run in enumerate(runs):
             shapes = [(saved_name(name), tuple(self._named[name].shape)) for name in run]
-            if kind.has_owner:
-                owners = [self._owners[name] for name in run]
-                layout = FlatLayout.of_owned_tensors(shapes, owners, self._world_size)
-            else:
-                layout = FlatLayout.of(shapes, self._world_size)
+            owners = [self._owners[name] for name in run] if kind.has_owner else None
             own = [self._named[name].dtype.itemsize for name in run]
             yield BucketPlan(
                 f"{label}[{number}]" if len(runs) > 1 else label,
-                layout,
+                FlatLayout.of(shapes, self._world_size, owners),
                 kind.dtype,
                 kind.master_dtype,
                 stage,

@@ -161,10 +161,12 @@ def recorded_kinds(plan: Plan, mesh: Mesh, *, has_device_memory: bool) -> list[K
         has_device_memory: Whether the device has memory of its own.
     """
     tiers = _tiers(plan)
-    is_sharded = any(bucket.stage.has_shard(State.OPTIM) for bucket in plan.buckets)
+    sharded = [bucket for bucket in plan.buckets if bucket.stage.has_shard(State.OPTIM)]
+    has_owners = any(bucket.layout.has_tensor_owners for bucket in sharded)
     is_used = {
-        Kind.ALL_GATHER: mesh.num_shards > 1 and is_sharded,
-        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and is_sharded,
+        Kind.ALL_GATHER: mesh.num_shards > 1 and bool(sharded),
+        Kind.REDUCE_SCATTER: mesh.num_shards > 1 and bool(sharded),
+        Kind.ALL_TO_ALL: mesh.num_shards > 1 and has_owners,
         Kind.ALL_REDUCE: mesh.world_size > 1,  # at least of a norm
         Kind.AGREE: mesh.world_size > 1,
         Kind.TO_DEVICE: has_device_memory and len(tiers) > 1,

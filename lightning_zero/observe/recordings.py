@@ -115,6 +115,7 @@ _LANES = {
     "step": (Kind.STEP,),
     "all_gather": (Kind.ALL_GATHER,),
     "reduce": (Kind.REDUCE_SCATTER, Kind.ALL_REDUCE),
+    "all_to_all": (Kind.ALL_TO_ALL,),
     "agree": (Kind.AGREE,),
     "copies": (Kind.TO_DEVICE, Kind.TO_CPU),
     "files": (Kind.READ, Kind.WRITE),

@@ -275,7 +275,9 @@ class JobReport:
         return paths
 
 
-_COLLECTIVES = {kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)}
+_COLLECTIVES = {
+    kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
+}
 _HEADER = ["per step", "overlapped ms", "of step", "exposed ms", "of step", "MiB", "GB/s"]
 
 

@@ -4,7 +4,8 @@
 that are cast from them, the gradient, and the optimizer's states (Adam: two). Each has a store:
 memory of the device where the bucket is stepped, memory of another device, or a file. Tensors in
 files pass through buffers of fixed size, so the shard is stepped in chunks. Other tensors are used
-in place, or copied for the chunk.
+in place, or copied for the chunk. Full tensors on their owners (core/full_tensors.py) are stepped
+in one chunk, in memory: they are collected before the step and distributed after it.
 
 [Note: States in files] An optimizer creates its states in its first step, so their keys are not
 known in advance. Some are tensors of the slice's length (moments); each key of these moves to a
@@ -15,7 +16,7 @@ used. Every chunk gets a copy of all other states (a step counter).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.full_tensors import Arriving
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
@@ -35,9 +37,23 @@ from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.pipeline import FileRange
 from lightning_zero.tiers.storage import FileShardStore
 
-__all__ = ["BucketStep", "Chunk", "ChunkStep", "chunks_of", "step_chunks"]
+__all__ = [
+    "MAX_NUMEL_PER_CALL",
+    "BucketStep",
+    "Chunk",
+    "ChunkStep",
+    "calls_of",
+    "chunks_of",
+    "step_chunks",
+]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
+# Maximum number of elements that one call steps, by type of device; one bucket may have more. On a
+# CPU a step takes longer than its call, and all-gathers overlap it, so buckets are not combined.
+MAX_NUMEL_PER_CALL = {"cuda": 2**25}
+# The same for shards of full tensors: ranks wait for each other after every call, and have about
+# equal work in many tensors only. On the owners, parameters and gradients take 1 GB.
+MAX_SHARD_NUMEL_PER_CALL = 2**27
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,7 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
 
 def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     """Stores of a bucket that are files and pass through buffers, by name."""
-    if bucket.plan.layout.has_tensor_owners:
+    if bucket.shards.full_tensors is not None:
         return {}  # a chunk could end within a tensor, so the shard is read and written at once
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_separate_master:
@@ -111,7 +127,9 @@ class BucketStep:
         bucket: The bucket; in flight (`begin_step`) while its chunks are stepped.
         clone: Copy of the optimizer's settings.
         device: Device on which the chunks are stepped.
-        grads: Gradients by slot, of the slots that are stepped.
+        grads: Gradients by slot, of the slots that this rank steps; with tensor owners, this rank's
+            elements of them.
+        mean: Gradients of all slots, 1-D, own elements, if there are tensor owners.
         is_in_chunks: Whether slices may be stepped in several parts.
         new_states: States in memory after the chunks so far, by slot.
     """
@@ -123,9 +141,10 @@ class BucketStep:
         self.grads: dict[int, Tensor] = {}
         for index, parameter in enumerate(bucket.parameters):
             grad = bucket.grads.fetch(index)
-            is_stepped = bucket.shards.layout.is_stepped[index] and parameter in clone.group_of
-            if grad is not None and is_stepped:
+            is_stepped = bucket.shards.step_layout.is_stepped[index]
+            if grad is not None and is_stepped and parameter in clone.group_of:
                 self.grads[index] = grad
+        self.mean = None if bucket.shards.full_tensors is None else bucket.grads.read_mean()
         self._move_states()
         self.new_states: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
@@ -153,25 +172,41 @@ class BucketStep:
 
 
 class ChunkStep:
-    """One step of one chunk: `start_load`, `load`, the step, then `store`."""
+    """One step of one chunk: `start_load`, `load`, the step, `start_store`, then `store`.
+
+    With tensor owners `start_load` and `start_store` are collective.
+    """
 
     def __init__(self, bucket_step: BucketStep, chunk: Chunk) -> None:
         self.bucket_step = bucket_step
         self.chunk = chunk
         self._shards = bucket_step.bucket.shards
         self._store = self._shards.ensure_master()
+        self._exchange = self._shards.full_tensors
         self._name = bucket_step.bucket.plan.name
         self._state = raw_states(bucket_step.clone.optimizer)
         self._memory: dict[str, Tensor] = {}  # tensors of files in a buffer, by name
         self._master: Tensor | None = None  # main parameters, on the device of the step
         self._arrival: streams.Event | None = None
+        # With tensor owners, tensors in flight: of parameters and gradients, then of the shard.
+        self._arriving: list[Arriving] = []
+        self._full: list[Tensor] = []  # parameters and gradients of full tensors: 1-D
         self._slices: dict[int, tuple[range, Slice]] = {}  # by slot, with its elements
 
     def start_load(self) -> None:
-        """Starts to copy main parameters in other memory to the device of the step."""
+        """Starts to copy main parameters in other memory to the device of the step.
+
+        With tensor owners, starts to collect parameters and gradients.
+        """
         if MASTER in self.chunk.files:
             return
         stored = self._store.fetch(self.chunk.start, self.chunk.stop)
+        if self._exchange is not None:
+            assert self.bucket_step.mean is not None
+            self._master = stored
+            for shard in (stored, self.bucket_step.mean):
+                self._arriving.append(self._exchange.collect(shard))
+            return
         self._master = self._to_device(stored)
         if stored.device.type == "cuda" and self.bucket_step.device.type == "cpu":
             self._arrival = streams.current(stored.device).record_event()
@@ -194,18 +229,40 @@ class ChunkStep:
                 self._master = self._to_device(self._memory[MASTER])
         if self._arrival is not None:
             self._arrival.synchronize()
+        if self._exchange is not None:
+            self._full = [full.to(self.bucket_step.device) for full in self._wait()]
         layout, chunk = self._shards.layout, self.chunk
         is_all = chunk.stop - chunk.start == self._store.numel
         for index in self.bucket_step.grads:
-            own = layout.ranges[index]
+            own = self._shards.step_layout.ranges[index]
             part = own if is_all else layout.within(index, chunk.start, chunk.stop)
             if part or (chunk.start == 0 and not own):
                 self._slices[index] = part, self._slice(index, part)
         return [one for _, one in self._slices.values()]
 
+    def _wait(self) -> list[Tensor]:
+        """Waits for the tensors in flight, and returns them."""
+        found = [arriving.wait() for arriving in self._arriving]
+        self._arriving = []
+        return found
+
+    def discard(self) -> None:
+        """Drops tensors in flight after an exception. Local."""
+        for arriving in self._arriving:
+            arriving.discard()
+        self._arriving, self._full = [], []
+
+    def start_store(self) -> None:
+        """With tensor owners, starts to distribute the new values."""
+        if self._exchange is not None:
+            assert self._master is not None
+            full, _ = self._full
+            self._arriving.append(self._exchange.distribute(full, self._master))
+
     def store(self) -> None:
         """Writes stepped values and states to their stores."""
         assert self._master is not None
+        self._wait()
         for index, (part, stepped) in self._slices.items():
             parameter, state = stepped.parameter, stepped.state
             if self.bucket_step.is_in_chunks:
@@ -224,27 +281,32 @@ class ChunkStep:
             else:
                 storage.upload(self._master, shards.param_shard, start, self._name)
         self._master = self._arrival = None  # free the memory for the next chunks
-        self._slices, self._memory = {}, {}
+        self._slices, self._memory, self._full = {}, {}, []
 
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None
         parameter = self.bucket_step.bucket.parameters[index]
-        own = self._shards.layout.ranges[index]
+        layout = self._shards.step_layout
+        own = layout.ranges[index]
         here = slice(part.start - self.chunk.start, part.stop - self.chunk.start)
-        if GRAD in self._memory:
+        values = self._master
+        if self._full:
+            values, grads = self._full
+            grad = grads[here]
+        elif GRAD in self._memory:
             grad = self._memory[GRAD][here]
         else:
             own_grad = self.bucket_step.grads[index].reshape(-1)
             grad = own_grad[part.start - own.start : part.stop - own.start]
-        grad = grad.to(self.bucket_step.device, self._master.dtype)
-        data, state = self._master[here], self._state.get(parameter, {})
+        grad = grad.to(self.bucket_step.device, values.dtype)
+        data, state = values[here], self._state.get(parameter, {})
         if self.bucket_step.is_in_chunks:
             state = {
                 key: self._chunk_of_state(key, value, own, part, here)
                 for key, value in state.items()
             }
         if len(part) == len(own):
-            shape = self._shards.layout.shapes[index]
+            shape = layout.shapes[index]
             data, grad = data.view(shape), grad.view(shape)
         return Slice(parameter, data, grad, state)
 
@@ -282,6 +344,31 @@ class ChunkStep:
             }
 
 
+def calls_of(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
+    """Chunks that each call of the optimizer steps, with the number of the first bucket.
+
+    A call costs a millisecond of Python, so small buckets on a device share one call.
+    """
+    first, steps, numel = 0, list[ChunkStep](), 0
+    for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
+        own_numel = step.chunk.stop - step.chunk.start
+        numel += own_numel
+        device = step.bucket_step.device
+        is_same_device = bool(steps) and steps[0].bucket_step.device == device
+        is_full = numel > (
+            MAX_NUMEL_PER_CALL.get(device.type, 0)
+            if step.bucket_step.mean is None
+            else MAX_SHARD_NUMEL_PER_CALL
+        )
+        if not is_same_device or is_full or steps[0].chunk.files or step.chunk.files:
+            if steps:
+                yield first, steps
+            first, steps, numel = number, [], own_numel
+        steps.append(step)
+    if steps:
+        yield first, steps
+
+
 def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     """Steps chunks of one optimizer and one device in one call of the optimizer.
 
@@ -297,6 +384,8 @@ def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
         slices = [one for step in steps for one in step.load(views)]
         if slices:
             steps[0].bucket_step.clone.step(slices)
+        for step in steps:
+            step.start_store()
         for step in steps:
             step.store()
 

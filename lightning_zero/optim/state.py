@@ -180,7 +180,7 @@ def load_optimizer_state_dict(
     mine = set(parameters) - in_files
     own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
     for bucket in own_buckets:
-        bucket.enter_step(has_grads=False)
+        bucket.enter_step(has_grads=False, has_values=False)
     try:
         with without_state_view(optimizer):
             optimizer.load_state_dict({**state_dict, "state": state})
@@ -222,7 +222,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
 
 def _is_stepped(parameter: Tensor) -> bool:
     placement = placement_of(parameter)
-    return bucket_of(placement).shards.layout.is_stepped[placement.index]
+    return bucket_of(placement).shards.step_layout.is_stepped[placement.index]
 
 
 def _check_states(
@@ -401,7 +401,7 @@ def gather_owned_state_specs(optimizer: Optimizer, buckets: Sequence[Bucket]) ->
         (number, index): tree_map(TensorSpec.of, flatten_composites(states[parameter]))
         for number, bucket in enumerate(own_buckets)
         for index, parameter in enumerate(bucket.parameters)
-        if bucket.shards.layout.is_stepped[index] and parameter in states
+        if bucket.shards.step_layout.is_stepped[index] and parameter in states
     }
     known: dict[tuple[int, int], Any] = {}
     for of_rank in own_buckets[0].comm.control.gather_objects(own):

@@ -129,7 +129,7 @@ class StateView(MutableMapping[Any, Any]):
             return self.raw[parameter]
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if not bucket.shards.layout.is_stepped[placement.index]:
+        if not bucket.shards.step_layout.is_stepped[placement.index]:
             raise_partial_states(f"optimizer.state of {placement.name}")
         own = self.raw[parameter]
         return _ParameterStateView(own, parameter) if is_sliced(bucket) else own

@@ -35,7 +35,7 @@ from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.chunks import BucketStep, ChunkStep, chunks_of, step_chunks
+from lightning_zero.optim.chunks import BucketStep, ChunkStep, calls_of, chunks_of, step_chunks
 from lightning_zero.optim.clone import (
     OptimizerClone,
     is_device_scalar,
@@ -64,11 +64,7 @@ from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["MAX_NUMEL_PER_CALL", "OptimizerStep", "check_full_tensors"]
-
-# Maximum number of elements that one call steps, by type of device; one bucket may have more. On a
-# CPU a step takes longer than its call, and all-gathers overlap it, so buckets are not combined.
-MAX_NUMEL_PER_CALL = {"cuda": 2**25}
+__all__ = ["OptimizerStep", "check_full_tensors"]
 
 
 class OptimizerStep:
@@ -306,11 +302,15 @@ class OptimizerStep:
             return self._begin_skip(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             with_grad = {parameter for parameter in members if parameter.grad is not None}
-            self._stepping = [
-                bucket
-                for bucket in self._reducer.step_order()
-                if not with_grad.isdisjoint(bucket.parameters)
-            ]
+        buckets = self._reducer.step_order()
+        has_grads = [not with_grad.isdisjoint(bucket.parameters) for bucket in buckets]
+        for bucket in buckets:
+            is_member = not members.isdisjoint(bucket.parameters)
+            if is_member and bucket.shards.has_tensor_owners:
+                # The step is collective, also where one rank alone has dropped its gradients.
+                has_grads = bucket.comm.control.union(has_grads)
+                break
+        self._stepping = [b for b, has_grad in zip(buckets, has_grads, strict=True) if has_grad]
         self._is_inside = True
         if self._kind is StepKind.BY_BUCKET:
             self._is_inside_bucket = True
@@ -413,10 +413,11 @@ class OptimizerStep:
         clone = OptimizerClone(self.optimizer)
         at_once, overlapped = list[Bucket](), list[Bucket]()
         for bucket in self._stepping:
-            # Beside sharded parameters, replicated ones are small. They are stepped at once, so
-            # that the worker has no collective whose order differs from that of other ranks.
-            is_like_most = bucket.shards_params == self._reducer.shards_params
-            (overlapped if self._worker and is_like_most else at_once).append(bucket)
+            # The forward of stage 3 communicates, so there the worker does not: the order would
+            # differ between ranks. What needs collectives is stepped at once.
+            is_local = bucket.shards_params and not bucket.shards.has_tensor_owners
+            is_overlapped = is_local or not self._reducer.shards_params
+            (overlapped if self._worker and is_overlapped else at_once).append(bucket)
         if any(bucket.plan.tiers.optim is Tier.NVME for bucket in at_once):
             self._drain()  # a loop of another optimizer may use the buffers
         for buckets, worker in ((at_once, None), (overlapped, self._worker)):
@@ -451,13 +452,24 @@ class OptimizerStep:
         self, loop: StepLoop, buckets: Sequence[Bucket], work: Sequence[Sequence[ChunkStep]]
     ) -> None:
         """Steps every bucket; a bucket counts as stepped when its last writes have been issued."""
+        try:
+            self._run_calls(loop, buckets, list(calls_of(work)))
+        except BaseException:
+            for step in (step for steps in work for step in steps):
+                step.discard()
+            raise
 
+    def _run_calls(
+        self,
+        loop: StepLoop,
+        buckets: Sequence[Bucket],
+        calls: Sequence[tuple[int, list[ChunkStep]]],
+    ) -> None:
         def end_before(number: int) -> None:
             for bucket in buckets[loop.num_stepped : number]:
                 bucket.end_step()
                 loop.advance()
 
-        calls = list(_calls(work))
         in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
         in_memory += [step.start_load for _, steps in calls[:1] for step in steps]
@@ -586,27 +598,6 @@ def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
                 "sharded in slices when the engine was built. Give this optimizer all of its "
                 "parameters before that (in Lightning, in configure_optimizers)."
             )
-
-
-def _calls(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
-    """Chunks that each call of the optimizer steps, with the number of the first bucket.
-
-    A call costs a millisecond of Python, so small buckets on a device share one call.
-    """
-    first, steps, numel = 0, list[ChunkStep](), 0
-    for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
-        own_numel = step.chunk.stop - step.chunk.start
-        numel += own_numel
-        device = step.bucket_step.device
-        is_same_device = bool(steps) and steps[0].bucket_step.device == device
-        is_full = numel > MAX_NUMEL_PER_CALL.get(device.type, 0)
-        if not is_same_device or is_full or steps[0].chunk.files or step.chunk.files:
-            if steps:
-                yield first, steps
-            first, steps, numel = number, [], own_numel
-        steps.append(step)
-    if steps:
-        yield first, steps
 
 
 def _run_all(

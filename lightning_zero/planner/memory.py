@@ -1,7 +1,7 @@
 """Bytes of the model states between steps, by rank, tier and state, computed without an engine.
 
-[Note: Ranks that differ] If an optimizer steps full tensors, the length of a rank's shard is that
-of the tensors it owns, so ranks differ. `RankMemory` is for one rank, `MemoryByRank` for all.
+[Note: Ranks that differ] If an optimizer steps full tensors, a rank has the states of those that it
+owns, so ranks differ. `RankMemory` is for one rank, `MemoryByRank` for all.
 
 [Note: Counted as the engine counts] Every rule here is one of `Shards`, `Gradients`, `Storage` and
 `MemoryReport`, applied to the engine's own plan; a test compares both to the byte. Counted is the
@@ -52,8 +52,8 @@ class MemoryByRank:
     """Memory of every rank of a shard group.
 
     Attributes:
-        by_rank: Memory by rank; of rank 0 alone if all shards have the same length (with padding
-            on the last ranks). See [Note: Ranks that differ].
+        by_rank: Memory by rank; of rank 0 alone if all have the same (with padding on the last
+            ranks). See [Note: Ranks that differ].
     """
 
     by_rank: tuple[RankMemory, ...]
@@ -122,7 +122,7 @@ class MemoryEstimator:
 
     def ranks(self) -> MemoryByRank:
         """Memory of every rank."""
-        are_equal = all(bucket.layout.split_sizes is None for bucket in self.plan.buckets)
+        are_equal = not any(bucket.layout.has_tensor_owners for bucket in self.plan.buckets)
         numbers = [0] if are_equal else range(self.plan.world_size)
         return MemoryByRank(tuple(self.rank_memory(rank) for rank in numbers))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lightning_zero.layout.flat import OwnedLayout
 from lightning_zero.layout.offload import Tier, padded_bytes
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
@@ -104,7 +105,10 @@ def _wire(
     reductions: int,
     on_gloo: bool,
 ) -> int:
-    """Bytes sent to other ranks: own shards in all-gathers, gradients of theirs in reductions."""
+    """Bytes sent to other ranks: own shards in all-gathers, gradients of theirs in reductions.
+
+    With tensor owners also slices of parameters and gradients, and the new values of full tensors.
+    """
     grad_itemsize = estimator.plan.grad_dtype(bucket).itemsize
     is_wide = not on_gloo or (estimator.accumulates and not bucket.stage.has_shard(State.GRAD))
     if not bucket.stage.has_shard(State.OPTIM):
@@ -115,6 +119,13 @@ def _wire(
     nbytes = (bucket.layout.world_size - 1) * own * all_gathers * bucket.dtype.itemsize
     if bucket.is_trainable:
         nbytes += (bucket.layout.numel - own) * reductions * itemsize
+        if bucket.stage.has_shard(State.OPTIM) and bucket.layout.has_tensor_owners:
+            owned = OwnedLayout(bucket.layout, rank)
+            sent, returned = (
+                sum(numels) - numels[rank] for numels in (owned.shard_numels, owned.numels)
+            )
+            nbytes += sent * (bucket.master_dtype.itemsize + grad_itemsize)
+            nbytes += returned * bucket.master_dtype.itemsize
     return nbytes
 
 

@@ -35,6 +35,7 @@ class Kind(Enum):
     STEP = "step"  # the optimizer's
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"  # between shards and the owners of full tensors, in a step
     ALL_REDUCE = "all_reduce"  # over replicas, of unsharded gradients in stage 0, of a norm
     AGREE = "agree"  # rounds of the control plane, in which ranks agree on what comes next
     TO_DEVICE = "to_device"  # from CPU memory

@@ -172,7 +172,9 @@ class ZeroStrategy(EngineStrategy):
             `offload_optimizer`. None: the device. Stage 3.
         overlap_step: bool, default False. Step bucket by bucket during the next forward, which
             waits for each bucket where it needs it. The values do not change. Reading
-            `optimizer.state` waits for the step. Stages 1 to 3.
+            `optimizer.state` waits for the step. Without effect on optimizers that can only step
+            all parameters in one call and, in stage 3, on those that step full tensors. Stages 1 to
+            3.
         sharding_group_size: int (ranks) or "node", default None. Number of consecutive ranks that
             form a shard group; each group holds all shards. It must divide the number of ranks.
             "node": the ranks that the launcher starts on a node, so that only gradient shards cross

@@ -41,25 +41,24 @@ def test_a_collective_whose_wait_was_interrupted_can_be_waited_for_again():
 
 
 def _unequal_parts(rank, world_size):
-    exchange = GlooBackend(dist.new_group(), rank, world_size)
+    backend = GlooBackend(dist.new_group(), rank, world_size)
     split_sizes = [1, 4, 2]
     start = sum(split_sizes[:rank])
     gathered = torch.zeros(7)
     gathered[start : start + split_sizes[rank]] = rank + 1
-    exchange.all_gather(gathered, split_sizes=split_sizes).wait()
-    sent = torch.zeros(7)
-    exchange.fill(sent, torch.full((split_sizes[rank],), rank + 1.0), split_sizes)
-    exchange.all_gather(sent, split_sizes=split_sizes).wait()
-    mean = torch.empty(split_sizes[rank])
-    exchange.reduce_scatter(torch.arange(7.0) * (rank + 1), mean, split_sizes=split_sizes).wait()
-    return gathered.tolist(), sent.tolist(), mean.tolist()
+    backend.all_gather(gathered, split_sizes=split_sizes).wait()
+    sizes = [[0, 2, 1], [3, 1, 0], [0, 0, 0]]  # from each rank to each rank
+    parts = torch.cat([torch.full((n,), 10.0 * rank + to) for to, n in enumerate(sizes[rank])])
+    received = torch.empty(sum(of_rank[rank] for of_rank in sizes))
+    numels = [of_rank[rank] for of_rank in sizes]
+    backend.all_to_all(received, parts, numels, sizes[rank]).wait()
+    return gathered.tolist(), received.tolist()
 
 
-def test_shards_of_different_lengths_are_gathered_and_reduced():
-    results = run_ranks(3, _unequal_parts)
-    for gathered, sent, _ in results:
-        assert gathered == sent == [1, 2, 2, 2, 2, 3, 3]
-    assert [x for *_, mean in results for x in mean] == pytest.approx([2.0 * i for i in range(7)])
+def test_shards_of_different_lengths_are_gathered_and_parts_reach_their_ranks():
+    gathered, received = zip(*run_ranks(3, _unequal_parts), strict=True)
+    assert gathered == ([1, 2, 2, 2, 2, 3, 3],) * 3
+    assert received == ([10, 10, 10], [1, 1, 11], [2])
 
 
 def _abort_with_transfers(rank, world_size):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.layout.flat import ALIGN_NUMEL, FlatLayout, assign_owners
+from lightning_zero.layout.flat import ALIGN_NUMEL, FlatLayout, OwnedLayout, assign_owners
 from lightning_zero.tensors.buffer import FlatBuffer
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
@@ -77,50 +77,45 @@ def test_memory_comes_back_with_zero_padding(shapes, world_size):
 def lay_out_owned(shapes, world_size):
     owners = assign_owners([math.prod(shape) for shape in shapes], world_size)
     named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
-    return FlatLayout.of_owned_tensors(named, owners, world_size), owners
+    return FlatLayout.of(named, world_size, owners), owners
 
 
 @given(SHAPES, WORLDS)
-def test_an_owned_tensor_lies_in_the_shard_of_its_owner_which_alone_steps_it(shapes, world_size):
+def test_an_owned_tensor_is_stepped_by_its_owner_alone_and_sharded_like_others(shapes, world_size):
     layout, owners = lay_out_owned(shapes, world_size)
     assert layout.has_tensor_owners
+    plain = lay_out(shapes, world_size)
     for index, (shape, owner) in enumerate(zip(shapes, owners, strict=True)):
         for rank in range(world_size):
-            is_owner, own = rank == owner, layout.of_rank(rank)
+            is_owner, own = rank == owner, OwnedLayout(layout, rank)
             assert own.is_stepped[index] == is_owner
             assert own.owned(index) == range(math.prod(shape) if is_owner else 0)
             assert own.shapes[index] == (shape if is_owner else (0,))
+            assert layout.of_rank(rank).owned(index) == plain.of_rank(rank).owned(index)
 
 
 @given(SHAPES, WORLDS)
-def test_shards_of_owned_tensors_are_as_long_as_their_tensors(shapes, world_size):
+def test_parts_of_all_shards_joined_are_the_aligned_tensors_of_their_owners(shapes, world_size):
     layout, owners = lay_out_owned(shapes, world_size)
-    assert layout.bounds[0] == 0
-    assert layout.numel == sum(len(layout.shard(rank)) for rank in range(world_size))
-    for rank in range(world_size):
-        numels = [s.numel for s, owner in zip(layout.slots, owners, strict=True) if owner == rank]
-        held = sum(-(-numel // ALIGN_NUMEL) * ALIGN_NUMEL for numel in numels)
-        assert len(layout.shard(rank)) == max(held, ALIGN_NUMEL)
-    assert layout.split_sizes is None or sum(layout.split_sizes) == layout.numel
-
-
-@given(SHAPES, WORLDS)
-def test_gaps_and_owned_tensors_fill_the_flat_space_once(shapes, world_size):
-    layout, _ = lay_out_owned(shapes, world_size)
-    covered = [i for gap in layout.gaps for i in gap]
-    covered += [i for slot in layout.slots for i in range(slot.start, slot.stop)]
-    assert sorted(covered) == list(range(layout.numel))
-
-
-@given(SHAPES, WORLDS)
-def test_shards_of_owned_tensors_joined_are_the_parameters(shapes, world_size):
-    layout, _ = lay_out_owned(shapes, world_size)
     unsharded = FlatBuffer(layout, torch.float32, torch.device("cpu"))
     for index, view in enumerate(unsharded.views):
         view.copy_(torch.arange(view.numel()).reshape(view.shape) + 1000 * index)
-    parts = slices_of_shards(unsharded, world_size)
-    for index, view in enumerate(unsharded.views):
-        assert torch.equal(torch.cat([part[index] for part in parts]), view.reshape(-1))
+    ranks = [OwnedLayout(layout, rank) for rank in range(world_size)]
+    for rank, own in enumerate(ranks):
+        sent = [
+            torch.cat([unsharded.shard(r)[p.start : p.stop] for p in other.shard_parts[rank]])
+            if other.shard_parts[rank]
+            else torch.empty(0)
+            for r, other in enumerate(ranks)
+        ]
+        assert [part.numel() for part in sent] == own.numels
+        assert own.numels == [other.shard_numels[rank] for other in ranks]
+        full = torch.cat(sent)
+        assert full.numel() == own.numel
+        for index, part in enumerate(own.split(full)):
+            expected = unsharded.views[index].reshape(-1)
+            assert torch.equal(part, expected if owners[index] == rank else expected[:0])
+            assert own.ranges[index].start % ALIGN_NUMEL == 0
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), WORLDS)

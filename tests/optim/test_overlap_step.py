@@ -11,7 +11,7 @@ import torch
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
 from lightning_zero.core.bucket import Phase
-from lightning_zero.optim import step
+from lightning_zero.optim import chunks
 from tests.support.ranks import run_ranks
 from tests.tiers.test_offload import Net, batch, loss_of
 
@@ -134,7 +134,7 @@ def _in_fewer_calls(rank, world_size, stage, overlap_step):
     expected = parameters_after(rank, stage, look, overlap_step=overlap_step)
     num_separate = SlowSGD.num_calls
     numel = sum(p.numel() for p in Net().parameters())
-    with mock.patch.dict(step.MAX_NUMEL_PER_CALL, cpu=numel // world_size // 2):
+    with mock.patch.dict(chunks.MAX_NUMEL_PER_CALL, cpu=numel // world_size // 2):
         found = parameters_after(rank, stage, look, overlap_step=overlap_step)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other)

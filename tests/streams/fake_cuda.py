@@ -430,6 +430,7 @@ _COLLECTIVES = {
     "_allgather_base_": (0,),
     "reduce_scatter_": (0,),
     "_reduce_scatter_base_": (0,),
+    "alltoall_base_": (0,),
 }
 _NO_VALUES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 _SAME_MEMORY = ("_unsafe_view", "lift_fresh", "set_", "resize_")

@@ -65,6 +65,11 @@ _WAYS: dict[str, dict[str, Any]] = {
         "options": ("looks",),
     },
     "muon": {"optimizer": "muon", "options": ("looks",)},
+    "overlap of muon": {
+        "optimizer": "muon",
+        "config": {"overlap_step": True},
+        "options": ("looks",),
+    },
     "foreach": {"optimizer": "foreach"},
     "tensor rate": {"optimizer": "tensor rate", "config": {"overlap_step": True}},
     "at once": {"config": {"assume_elementwise": True}},
@@ -109,6 +114,7 @@ _CHOSEN = """
 1, cpu optimizer, fp16, plain
 2, device, fp16, accumulate
 2, cpu optimizer, bf16, overlap
+2, device, fp32, overlap of muon
 3, cpu optimizer, bf16, overlap beside replicated
 3, device, fp32, overlap
 3, device, fp16, activations

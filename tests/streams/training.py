@@ -73,7 +73,7 @@ def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int,
         Waits of the host in the last step, and launches by stream.
     """
     _break(scenario.broken)
-    step.MAX_NUMEL_PER_CALL["cuda"] = (
+    chunks.MAX_NUMEL_PER_CALL["cuda"] = (
         1500  # two blocks of a rank; the embedding and the head have more
     )
     training = _Training(scenario)
