@@ -111,7 +111,8 @@ class StepCoordinator:
         self._retain_graph = False  # the backward in progress keeps its graph
         self._has_forward = False  # one with gradients, since the last backward
         self._depth = 0  # of nested `open` calls: the strategy's, the root module's
-        self._is_in_backward = self._is_lost = False
+        self._is_in_backward = False  # this rank is inside `backward_context`
+        self._is_lost = False
         self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
@@ -368,7 +369,6 @@ class StepCoordinator:
             self.reducer.note_last_pass()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin_backward(trainable)
-        self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
 
     def pre_backward(self, unit: Unit, call: Call) -> None:

@@ -193,6 +193,12 @@ class CollectiveOrder:
         return self._pass is not None and self._pass.is_training
 
     @property
+    def is_in_backward(self) -> bool:
+        """Whether this rank has begun the backward of the pass whose events it issues."""
+        one = self._ended or self._pass
+        return one is not None and one.in_backward
+
+    @property
     def last_pass(self) -> int:
         """Hash of the last training pass, on which the next one may depend; 0: it does not.
 
@@ -337,7 +343,7 @@ class CollectiveOrder:
             self.begin("another forward of a step")
         self._pass.mark_used(unit)
 
-    def request_unshard(self, unit: int, *, is_backward: bool) -> None:
+    def request_unshard(self, unit: int) -> None:
         """Issues the all-gather of a unit that this rank needs now, or answers one round.
 
         The caller repeats it until the unit is unsharded.
@@ -348,7 +354,7 @@ class CollectiveOrder:
                 return
             one.deviate()
             self._advance(len(one.schedule))
-        kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
+        kind = RequestKind.BACKWARD if one.in_backward else RequestKind.FORWARD
         tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
         self._execute(tally, is_kept=True)
 
