@@ -70,7 +70,7 @@ from lightning_zero.comm.rounds import (
     Vote,
     called_from,
 )
-from lightning_zero.core.passes import Pass, RecordedSchedules, hash_of
+from lightning_zero.core.passes import Events, Pass, RecordedSchedules, hash_of
 
 __all__ = ["CollectiveOrder", "Issuer"]
 
@@ -91,7 +91,7 @@ class Issuer(Protocol):
 
 
 class CollectiveOrder:
-    """Decides the next event of this rank. See [Note: Collective order]; passes.py numbers events.
+    """Decides the next event of this rank. See [Note: Collective order].
 
     Args:
         control_plane: Carries the rounds.
@@ -118,10 +118,10 @@ class CollectiveOrder:
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
-        self._num_units = self._backward_event = len(numels)
-        self._first_reduction = len(numels) + 1  # event of bucket 0
+        self._events = Events(len(numels))
         self._has_units = any(numels)  # some units are sharded
-        num_bytes = 2 * (len(numels) + num_buckets) + len(names) + 2  # the guard's flags
+        # Uses of units, two flags by bucket, those of the parameters, two of the guard.
+        num_bytes = self._events.num_uses + 2 * num_buckets + len(names) + 2
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._state = LocalState()
@@ -229,7 +229,7 @@ class CollectiveOrder:
             is_expected = is_synchronized and key == self._recorded.expected_key()
         vote, used = self._vote(Request(RequestKind.BEGIN), key), self._used()
         self._pass = Pass(
-            self._num_units,
+            self._events,
             one_kind,
             key,
             is_training=flags is not None,
@@ -248,7 +248,7 @@ class CollectiveOrder:
         """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
         one = self._pass
         if one is None:
-            one = self._pass = Pass(self._num_units)
+            one = self._pass = Pass(self._events)
         if one.is_begun:
             return one
         assert one.pending is not None
@@ -278,7 +278,7 @@ class CollectiveOrder:
         one = self._pass
         assert one is not None
         if self._has_units and not one.in_backward:
-            self._advance_past(one, self._backward_event)
+            self._advance_past(one, self._events.backward)
         one.begin_backward(reduction_order, has_units=self._has_units)
 
     def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
@@ -304,7 +304,7 @@ class CollectiveOrder:
         self._execute(tally)
         self._received_stop_request, self._num_boundaries = tally.stop_request, 0
         self._result = tally
-        return tally.mask[2 * self._num_units :]
+        return tally.mask[self._events.num_uses :]
 
     def conclude_backward(self, *, is_complete: bool) -> None:
         """Records the pass, after `finalize_backward`.
@@ -338,7 +338,7 @@ class CollectiveOrder:
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = Pass(self._num_units)  # a pass in which no other rank takes part
+            self._pass = Pass(self._events)  # a pass in which no other rank takes part
         if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
             self.begin("another forward of a step")
         self._pass.mark_used(unit)
@@ -362,40 +362,26 @@ class CollectiveOrder:
         """Notes that `bucket` has all its gradients; it is reduced after those before it."""
         one = self._wait_for_begin()
         one.ready.add(bucket)
-        self._reduce_ready(one)
-
-    def _reduce_ready(self, one: Pass) -> None:
-        """Issues reductions that are next in the schedule and ready."""
-        schedule, first = one.schedule or (), self._first_reduction
-        while one.cursor < len(schedule) and schedule[one.cursor] - first in one.ready:
-            self._advance(one.cursor + 1)
+        self._advance(one.ready_stop)
 
     @property
     def next_unit(self) -> int | None:
         """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
-        one = self._pass
-        if one is None or one.schedule is None or one.cursor >= len(one.schedule):
-            return None
-        event = one.schedule[one.cursor]
-        return event if event < self._num_units else None
+        return None if self._pass is None else self._pass.next_unit
 
     def prefetch(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
         one = self._wait_for_begin()
         self._advance(one.cursor + 1, is_needed=True)
-        self._reduce_ready(one)
+        self._advance(one.ready_stop)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the schedule has still to unshard."""
-        if self._pass is not None:
-            yield from (event for event in self._pass.upcoming() if event < self._num_units)
+        return iter(()) if self._pass is None else self._pass.upcoming_units()
 
     def is_last_of_forward(self, unit: int) -> bool:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
-        one = self._pass
-        if one is None or one.in_backward or one.next_event != self._backward_event:
-            return False
-        return one.last_gathered == unit
+        return self._pass is not None and self._pass.is_last_of_forward(unit)
 
     def _advance_past(self, one: Pass, event: int, *, is_needed: bool = False) -> bool:
         """Issues the schedule up to `event`, included, if it is still to come."""
@@ -415,10 +401,10 @@ class CollectiveOrder:
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         """Issues an event, which the pass has logged."""
         self.is_issuing = True
-        if event < self._num_units:
+        if event < self._events.backward:
             self._issuer.issue_unshard(event, is_kept=is_kept)
-        elif event > self._backward_event:
-            self._issuer.issue_reduction(event - self._first_reduction)
+        elif event > self._events.backward:
+            self._issuer.issue_reduction(self._events.bucket(event))
         self.is_issuing = False
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
@@ -428,12 +414,9 @@ class CollectiveOrder:
         if one is not None and is_unit:
             one.compare(tally)
         if one is not None and one.schedule is None:
-            is_backward = request.kind is RequestKind.BACKWARD or num_ready
-            if is_backward and self._backward_event not in one.log:
-                one.issue(self._backward_event)  # where all ranks have begun backward
-            while len(one.reduced) < min(num_ready, len(one.reduction_order)):
-                event = self._first_reduction + one.reduction_order[len(one.reduced)]
-                one.issue(event)
+            if request.kind is RequestKind.BACKWARD or num_ready:
+                one.issue_backward()
+            while (event := one.issue_reduction(num_ready)) is not None:
                 self._issue(event)
         if is_unit:
             if one is not None:
@@ -460,7 +443,7 @@ class CollectiveOrder:
             if tally.request.kind is RequestKind.BEGIN:  # others begin a pass: follow it
                 key = tally.lowest.key if tally.is_same("key") else None
                 schedule = self._recorded.schedule_of(key)
-                self._pass = Pass(self._num_units, key=key, is_uneven=True, schedule=schedule)
+                self._pass = Pass(self._events, key=key, is_uneven=True, schedule=schedule)
                 self._finish_pass()
         self._set_call("")
         self._received_stop_request = tally.stop_request
@@ -473,7 +456,7 @@ class CollectiveOrder:
         """The rest of a training pass after a barrier, as a pass of its own."""
         key = self._recorded.training_key(kind)
         return Pass(
-            self._num_units,
+            self._events,
             kind,
             key,
             is_training=True,
@@ -565,7 +548,7 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- rounds
 
     def _vote(self, request: Request, key: int | None = None) -> Vote:
-        one = self._ended or self._pass or Pass(self._num_units)
+        one = self._ended or self._pass or Pass(self._events)
         is_all = one.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
@@ -590,4 +573,4 @@ class CollectiveOrder:
 
     def _used(self) -> bytes:
         """Units that this rank has used in the pass that it has ended: see `Pass.used`."""
-        return bytes(2 * self._num_units if self._ended is None else self._ended.used)
+        return bytes(self._events.num_uses if self._ended is None else self._ended.used)
