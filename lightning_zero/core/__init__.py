@@ -13,8 +13,6 @@ Imports record, layout, tensors, health, comm and tiers.
     wrapping       parameters as a bucket wraps and unwraps them
     shards         stores of a bucket's shards on this rank
     masters        a bucket's elements in full precision: loaded, stored, gathered
-    held_views     views of unsharded parameters that users and graphs hold
-    user_writes    values that users write to parameters, or set as `.data`
     joint_step     a step of all slots of a bucket at once
     gradients      gradients of a bucket, from autograd's tensors to the main gradient
     param_grads    `.grad` of a bucket's parameters
@@ -23,7 +21,7 @@ Imports record, layout, tensors, health, comm and tiers.
     guard          finds non-finite gradients before they are reduced, and reports them
     norm           norms of sharded gradients, and clipping
     access         `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
-    writes         detection of writes to parameters
+    writes         what users do to parameters: write to them, assign `.data`, keep views
     lockstep       a number of forwards that differs between ranks
     recompute      activation checkpointing
     mixed_dtypes   explanation of errors that follow from the cast to `param_dtype`
