@@ -473,7 +473,7 @@ class Engine:
         self.optimizers.reset()
         self.lockstep.reset()
 
-    def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """Forms new process groups after an exception and reshards all buckets. Collective.
 
         Other ranks receive the exception, raise where they wait for this rank, and call this, too.
@@ -496,7 +496,7 @@ class Engine:
             bucket.unshard_again()
         return True
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         """Frees hooks and groups after a failed regroup; using a parameter raises from now on."""
         self._is_closed = True
         self.worker.drain()

@@ -411,7 +411,7 @@ class EngineStrategy(ProcessStrategy):
             return True
         if self._has_regrouped is None:
             deadline = min(self._timeout or REGROUP_TIMEOUT, REGROUP_TIMEOUT)
-            self._has_regrouped = self._engine._regroup(deadline, sys.exc_info()[1])
+            self._has_regrouped = self._engine.regroup(deadline, sys.exc_info()[1])
         return self._has_regrouped
 
     @override
@@ -461,7 +461,7 @@ class EngineStrategy(ProcessStrategy):
             else:
                 engine.comm.close()
         else:
-            engine._abort()
+            engine.abort()
             if self._averages is not None:
                 self._averages.restore_methods()
         self._engine = self._averages = None
