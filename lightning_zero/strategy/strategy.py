@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from lightning_zero._lightning.fabric import CheckpointIO, ClusterEnvironment
 from lightning_zero._lightning.pytorch import Accelerator, Precision, SingleDeviceStrategy
-from lightning_zero.comm.consistency import check_equal
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
@@ -278,15 +277,6 @@ class ZeroStrategy(CheckpointStrategy):
                 f'precision="{self.precision_plugin.precision}", in which inputs are not float64; '
                 "set precision, or leave out param_dtype."
             )
-
-    @override
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        # Before the first collective that depends on a setting.
-        fields = self._settings.describe() | {"precision": str(self.precision_plugin.precision)}
-        gather = self.gather_for("the settings of all ranks")
-        check_equal(gather({"ZeroStrategy": fields}))
-        self._open_batch_group()
 
 
 # Lightning accepts modules from torch.compile only with some of its own strategies. Registering as
