@@ -62,13 +62,11 @@ from typing import Protocol
 
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.comm.rounds import (
-    LocalState,
     Request,
     RequestKind,
     RoundClient,
     Tally,
     Vote,
-    called_from,
 )
 from lightning_zero.core.passes import Events, Pass, RecordedSchedules, hash_of
 
@@ -124,7 +122,6 @@ class CollectiveOrder:
         num_bytes = self._events.num_uses + 2 * num_buckets + len(names) + 2
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
-        self._state = LocalState()
         self._stop_request: Callable[[], int | None] = lambda: None
         self.allows_uneven_calls = False
         self.restart()
@@ -147,7 +144,6 @@ class CollectiveOrder:
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until the result of a boundary is known
         self._flags_hash: int | None = None
-        self._state = self._state._replace(flags=b"")
         self._rounds.reset()
         self._recorded.reset()
         self._was_reset = True  # until the other ranks compare it: the schedules are gone
@@ -157,7 +153,7 @@ class CollectiveOrder:
 
     def restart(self) -> None:
         """As `reset`, on all ranks, after they have regrouped. Local."""
-        self._state = LocalState()
+        self._rounds.restart()
         self._history = 0  # hash of all calls that all ranks have made
         self._received_stop_request: int | None = None
         self.reset()
@@ -182,8 +178,8 @@ class CollectiveOrder:
         """
         self._finish_pass()
         request = Request(RequestKind.FAILED, self._control_plane.rank)
-        state = self._state._replace(failure=f"{type(error).__name__}: {error}")
-        self._rounds.run_round(self._vote(request), state, "the failure of this rank")
+        text = f"{type(error).__name__}: {error}"
+        self._rounds.run_round(self._vote(request), "the failure of this rank", failure=text)
 
     # ---------------------------------------------------------------- passes
 
@@ -220,8 +216,8 @@ class CollectiveOrder:
         """
         is_synchronized = self._is_synchronized
         self._finish_pass()
-        self._state = self._state._replace(flags=bytes(flags or ()))
-        self._flags_hash = None if flags is None else hash_of(self._state.flags)
+        self._rounds.set_flags(bytes(flags or ()))
+        self._flags_hash = None if flags is None else hash_of(bytes(flags))
         key = one_kind = hash_of(kind, self._flags_hash)
         is_expected = False
         if flags is not None:
@@ -236,7 +232,7 @@ class CollectiveOrder:
             is_uneven=self.allows_uneven_calls,
             schedule=self._recorded.schedule_of(key) if is_expected else None,
             is_begun=is_expected,
-            pending=self._rounds.begin(vote, self._state, kind, used, is_awaited=not is_expected),
+            pending=self._rounds.begin(vote, kind, used, is_awaited=not is_expected),
         )
 
     def wait_for_begin(self) -> None:
@@ -273,7 +269,7 @@ class CollectiveOrder:
             reduction_order: Buckets to reduce, in order, if there is no schedule; the same on every
                 rank.
         """
-        if not self.is_training or bytes(flags) != self._state.flags:
+        if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
@@ -294,13 +290,13 @@ class CollectiveOrder:
         self._finish_pass()
         request, name = Request(RequestKind.DONE), "the end of the backward on all ranks"
         sent = self._used() + mask()
-        pending = self._rounds.begin(self._vote(request), self._state, name, sent, is_awaited=True)
+        pending = self._rounds.begin(self._vote(request), name, sent, is_awaited=True)
         finish()
         tally = self._rounds.wait(pending, name)
         while tally.request.kind < RequestKind.DONE:
             self._execute(tally)
             sent = self._used() + mask()
-            tally = self._rounds.run_round(self._vote(request), self._state, name, sent)
+            tally = self._rounds.run_round(self._vote(request), name, sent)
         self._execute(tally)
         self._received_stop_request, self._num_boundaries = tally.stop_request, 0
         self._result = tally
@@ -429,7 +425,7 @@ class CollectiveOrder:
         """Takes part in what other ranks request, until no rank is before request `kind`."""
         is_barrier = kind is RequestKind.BARRIER
         call_hash = hash_of(name) if is_barrier else None
-        self._set_call(name if is_barrier else "")
+        self._rounds.set_call(name if is_barrier else "")
         one = self._pass
         self._finish_pass()
         while True:
@@ -445,7 +441,7 @@ class CollectiveOrder:
                 schedule = self._recorded.schedule_of(key)
                 self._pass = Pass(self._events, key=key, is_uneven=True, schedule=schedule)
                 self._finish_pass()
-        self._set_call("")
+        self._rounds.set_call("")
         self._received_stop_request = tally.stop_request
         if is_barrier:
             self.note(name)
@@ -466,11 +462,6 @@ class CollectiveOrder:
             reduction_order=[b for b in one.reduction_order if b not in one.reduced],
             ready=one.ready,
         )
-
-    def _set_call(self, name: str) -> None:
-        """Sets the call that all ranks make now, for the text of an error."""
-        text = f"reached {name}, {called_from()}" if name else ""
-        self._state = self._state._replace(current_call=text)
 
     @property
     def expects_collectives(self) -> bool:
@@ -504,19 +495,16 @@ class CollectiveOrder:
         if not self._is_synchronized:
             self.barrier(name)
             return
-        self._set_call(name)
+        self._rounds.set_call(name)
         vote = self._vote(Request(RequestKind.BARRIER), hash_of(name))
-        self._rounds.begin(vote, self._state, name, is_awaited=False)
-        self._set_call("")
+        self._rounds.begin(vote, name, is_awaited=False)
+        self._rounds.set_call("")
         self.note(name)
 
     def note_write(self, name: str) -> None:
         """As `note`: all ranks write to their shards of parameter `name`. Local."""
         self.note(f"write to {name}")
-        self._state = self._state._replace(
-            num_writes=self._state.num_writes + 1,
-            last_write=f"wrote to parameter {name}, {called_from()}",
-        )
+        self._rounds.note_write(name)
 
     def note(self, name: str) -> None:
         """Adds the call `name` of all ranks to their history, which rounds compare. Local."""
@@ -569,7 +557,7 @@ class CollectiveOrder:
     def _run_round(self, request: Request, name: str, key: int | None = None) -> Tally:
         is_boundary = request.kind >= RequestKind.BEGIN
         mask = self._used() if is_boundary else b""
-        return self._rounds.run_round(self._vote(request, key), self._state, name, mask)
+        return self._rounds.run_round(self._vote(request, key), name, mask)
 
     def _used(self) -> bytes:
         """Units that this rank has used in the pass that it has ended: see `Pass.used`."""
