@@ -411,12 +411,12 @@ class CollectiveOrder:
             one.compare(tally)
         if one is not None and one.schedule is None:
             if request.kind is RequestKind.BACKWARD or num_ready:
-                one.issue_backward()
+                one.log_backward()
             while (event := one.issue_reduction(num_ready)) is not None:
                 self._issue(event)
         if is_unit:
             if one is not None:
-                one.issue(request.number)
+                one.log.append(request.number)
             self._issue(request.number, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
@@ -459,7 +459,7 @@ class CollectiveOrder:
             is_uneven=one.is_uneven,
             schedule=self._recorded.schedule_of(key),
             in_backward=one.in_backward,
-            reduction_order=[b for b in one.reduction_order if b not in one.reduced],
+            reduction_order=one.unreduced(),
             ready=one.ready,
         )
 

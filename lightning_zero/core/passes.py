@@ -76,7 +76,7 @@ class Pass:
     ready: set[int] = field(default_factory=set)  # buckets with all their gradients
     cursor: int = field(default=0, init=False)  # index of the next event of the schedule
     log: list[int] = field(default_factory=list, init=False)  # events issued
-    reduced: list[int] = field(default_factory=list, init=False)  # buckets
+    num_reduced: int = field(default=0, init=False)  # of `reduction_order`, without a schedule
     used: bytearray = field(init=False)  # flags of the units that this rank used: see `Events`
     is_same_on_all_ranks: bool = field(default=True, init=False)  # they requested the same units
     has_deviated: bool = field(default=False, init=False)
@@ -159,30 +159,30 @@ class Pass:
         if schedule is None or index >= len(schedule):
             return None
         self.cursor = index + 1
-        self.issue(schedule[index])
+        self.log.append(schedule[index])
         return schedule[index]
 
-    def issue(self, event: int) -> None:
-        """Logs an event that is issued now."""
-        self.log.append(event)
-        if event > self.events.backward:
-            self.reduced.append(self.events.bucket(event))
-
-    def issue_backward(self) -> None:
+    def log_backward(self) -> None:
         """Logs that all ranks have begun backward, in a pass without a schedule."""
         if self.events.backward not in self.log:
-            self.issue(self.events.backward)
+            self.log.append(self.events.backward)
 
     def issue_reduction(self, num_ready: int) -> int | None:
         """Logs the next of the first `num_ready` reductions, in a pass without a schedule.
 
         Returns the event; None: all of them have been issued.
         """
-        if len(self.reduced) >= min(num_ready, len(self.reduction_order)):
+        if self.num_reduced >= min(num_ready, len(self.reduction_order)):
             return None
-        event = self.events.reduction(self.reduction_order[len(self.reduced)])
-        self.issue(event)
+        event = self.events.reduction(self.reduction_order[self.num_reduced])
+        self.num_reduced += 1
+        self.log.append(event)
         return event
+
+    def unreduced(self) -> list[int]:
+        """Buckets of `reduction_order` whose reductions have not been issued."""
+        issued = set(self.log)
+        return [b for b in self.reduction_order if self.events.reduction(b) not in issued]
 
     def deviate(self) -> None:
         """This rank needs a unit that is not in the rest of the schedule."""
