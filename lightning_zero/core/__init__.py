@@ -33,14 +33,14 @@ The collective order decides which all-gather comes next, and `Unsharder.prefetc
 reports the use of a unit to `StepCoordinator.pre_forward` or `pre_backward`, these to the
 `Unsharder`, which requests the unit (`CollectiveOrder.request_unshard`) or prefetches the next
 ones, as far as `prefetch_bucket_size` and `max_live_parameters` allow. The order calls
-`StepCoordinator.issue_unshard` in its turn: that of the recorded schedule, the log of an earlier
-pass, which all ranks have adopted in the same round; or, while there is none, after a control-plane
-round of all ranks.
+`Unsharder.issue_unshard` in its turn: that of the recorded schedule, the log of an earlier pass,
+which all ranks have adopted in the same round; or, while there is none, after a control-plane round
+of all ranks.
 
 A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its
 bucket is complete. Then `reducer` marks the bucket as ready in the collective order
-(`CollectiveOrder.mark_ready`). In its turn this calls `StepCoordinator.issue_reduction`, and so
-`Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
-`OffloadedGrad`. See `coordinator` for what an all-gather waits for, `StepCoordinator.reset` for
-what a rank does after an exception, and the end of comm's text for what happens on the other ranks.
+(`CollectiveOrder.mark_ready`). In its turn this calls `Reducer.issue_reduction`, and so
+`Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an `OffloadedGrad`. See
+`coordinator` for what an all-gather waits for, `StepCoordinator.reset` for what a rank does after
+an exception, and the end of comm's text for what happens on the other ranks.
 """

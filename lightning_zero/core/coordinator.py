@@ -75,8 +75,8 @@ class StepCoordinator:
     Attributes:
         units: All units, the root first.
         order: The collective order of all ranks.
-        unsharder: Unshards and prefetches the units.
-        reducer: Reduces the gradients.
+        unsharder: Unshards and prefetches the units; the order calls its `issue_unshard`.
+        reducer: Reduces the gradients; the order calls its `issue_reduction`.
         shared: Buffers that are copied from rank 0.
         is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
@@ -100,6 +100,8 @@ class StepCoordinator:
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
+        self.issue_unshard = self.unsharder.issue_unshard
+        self.issue_reduction = self.reducer.issue_reduction
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -429,16 +431,6 @@ class StepCoordinator:
         self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
         self.reducer.report_nonfinite()
-
-    # ---------------------------------------------------------------- called by the order
-
-    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
-        """Issues the all-gather of unit number `unit`. Collective."""
-        self.unsharder.issue_unshard(self.units[unit], is_kept=is_kept)
-
-    def issue_reduction(self, bucket: int) -> None:
-        """Issues the reduction of bucket number `bucket`. Collective."""
-        self.reducer.reduce(self._buckets[bucket])
 
     # ---------------------------------------------------------------- failures
 

@@ -176,8 +176,12 @@ class Reducer:
 
     # ---------------------------------------------------------------- one bucket
 
-    def reduce(self, bucket: Bucket) -> None:
-        """Issues the reduction of `bucket` with the available gradients. Collective."""
+    def issue_reduction(self, number: int) -> None:
+        """Issues the reduction of a bucket with the available gradients. Called by the order.
+
+        Collective.
+        """
+        bucket = self._buckets[number]
         if self._order.is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:

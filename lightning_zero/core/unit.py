@@ -289,20 +289,21 @@ class Unsharder:
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
 
-    def issue_unshard(self, unit: Unit, *, is_kept: bool) -> None:
-        """Issues the all-gather of `unit`. Collective.
+    def issue_unshard(self, index: int, *, is_kept: bool) -> None:
+        """Issues the all-gather of a unit. Collective. Called by the order.
 
         Args:
-            unit: The unit; one that is unsharded already sends its shard again.
+            index: Its index; a unit that is unsharded already sends its shard again.
             is_kept: Whether it stays unsharded until it or another unit is used. If not, only other
                 ranks need it, and it is resharded.
         """
+        unit = self.units[index]
         was_unsharded = unit.is_unsharded
         for bucket in unit.buckets:
             bucket.unshard()
         if was_unsharded:
             return
-        if is_kept or self._order.is_last_of_forward(unit.index):
+        if is_kept or self._order.is_last_of_forward(index):
             self._unclaimed[unit] = None
         else:
             unit.reshard()
