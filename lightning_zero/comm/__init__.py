@@ -25,7 +25,7 @@ Begin with `communicator`. If a rank raises an exception, the other ranks raise 
 
 Where all ranks regroup in time, a checkpoint can be saved, the module gets its full tensors, and
 fit or validate may follow. Where they do not, shards are lost: nothing is saved, and using a
-sharded parameter is an error (`Schedule.mark_lost`). Without a Trainer, ranks do not regroup. Ranks
-that are in the middle of a pass issue the rest of its schedule before they learn of a failure:
-`CollectiveOrder.flush_schedule` and `report_failure`.
+sharded parameter is an error (`StepCoordinator.mark_lost`). Without a Trainer, ranks do not
+regroup. Ranks that are in the middle of a pass issue the rest of its schedule before they learn of
+a failure: `CollectiveOrder.flush_schedule` and `report_failure`.
 """

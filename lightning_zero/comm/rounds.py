@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
 from lightning_zero.health.failures import DESYNC_HINT
 
-__all__ = ["LocalState", "Request", "RequestKind", "RoundClient", "Tally", "Vote", "called_from"]
+__all__ = ["Request", "RequestKind", "RoundClient", "Tally", "Vote"]
 
 _NO_VALUE = 2**62  # sent by a rank that has nothing to compare
 _MAX_TEXT_BYTES = 1024  # of the text of a failure
@@ -102,7 +102,7 @@ class Tally(NamedTuple):
         return lowest in (_NO_VALUE, getattr(self.highest, field))
 
 
-class LocalState(NamedTuple):
+class _LocalState(NamedTuple):
     """State of one rank when it enters a round, from which the text of an error is made."""
 
     flags: bytes = b""  # `requires_grad` of the parameters; empty: they are not compared
@@ -126,18 +126,50 @@ class RoundClient:
     ) -> None:
         self._control_plane = control_plane
         self._names = list(names)
+        self._state = _LocalState()
         self._unawaited: list[Future[RoundResult]] = []  # rounds that no caller waits for
         control_plane.reserve(max(num_bytes, control_plane.size, _MAX_TEXT_BYTES))
 
     def reset(self) -> None:
-        """Drops the rounds that were not awaited. Local."""
+        """Drops the flags, and the rounds that were not awaited. Local."""
         self._unawaited.clear()
+        self.set_flags(b"")
+
+    def restart(self) -> None:
+        """As `reset`, on all ranks, after they have regrouped. Local."""
+        self._state = _LocalState()
+        self.reset()
+
+    # ---------------------------------------------------------------- texts of errors
+
+    @property
+    def flags(self) -> bytes:
+        """`requires_grad` of the parameters in this pass; empty: ranks do not compare them."""
+        return self._state.flags
+
+    def set_flags(self, flags: bytes) -> None:
+        """Sets `flags`. Local."""
+        self._state = self._state._replace(flags=flags)
+
+    def set_call(self, name: str) -> None:
+        """Sets the call that all ranks make now; "": none. Local."""
+        text = f"reached {name}, {_called_from()}" if name else ""
+        self._state = self._state._replace(current_call=text)
+
+    def note_write(self, name: str) -> None:
+        """Notes that this rank writes to its shard of parameter `name`. Local."""
+        self._state = self._state._replace(
+            num_writes=self._state.num_writes + 1,
+            last_write=f"wrote to parameter {name}, {_called_from()}",
+        )
+
+    # ---------------------------------------------------------------- rounds
 
     def begin(
-        self, vote: Vote, state: LocalState, name: str, mask: bytes = b"", *, is_awaited: bool
+        self, vote: Vote, name: str, mask: bytes = b"", *, is_awaited: bool
     ) -> Future[RoundResult]:
         """Begins a round for `name`. If it is not awaited, a failed check ends all ranks' waits."""
-        check = partial(self._check, name, state, not is_awaited)
+        check = partial(self._check, name, self._state, not is_awaited)
         pending = self._control_plane.begin_round(vote.numbers(), mask, check)
         if not is_awaited:
             self._unawaited.append(pending)
@@ -149,10 +181,10 @@ class RoundClient:
             result = pending.result()
         return self._accept(result)
 
-    def run_round(self, vote: Vote, state: LocalState, name: str, mask: bytes = b"") -> Tally:
-        """Runs one round: `begin`, then `wait`."""
+    def run_round(self, vote: Vote, name: str, mask: bytes = b"", *, failure: str = "") -> Tally:
+        """Runs one round: `begin`, then `wait`. `failure`: error of this rank, which it sends."""
         with self._control_plane.waiting(name):
-            check = partial(self._check, name, state, False)
+            check = partial(self._check, name, self._state._replace(failure=failure), False)
             result = self._control_plane.run_round(vote.numbers(), mask, check)
         return self._accept(result)
 
@@ -173,7 +205,7 @@ class RoundClient:
     # ---------------------------------------------------------------- checks
 
     def _check(
-        self, name: str, state: LocalState, aborts: bool, result: RoundResult
+        self, name: str, state: _LocalState, aborts: bool, result: RoundResult
     ) -> Exception | None:
         """Finds the error of a round. Called from any thread.
 
@@ -214,7 +246,7 @@ class RoundClient:
         """Text of the only rank that sends one."""
         return self._control_plane.run_round([], text).mask.rstrip(b"\0").decode(errors="replace")
 
-    def _describe(self, state: LocalState) -> str:
+    def _describe(self, state: _LocalState) -> str:
         """Describes what one rank did alone, if that is known; the same text on every rank."""
         rank, size = self._control_plane.rank, self._control_plane.size
         own = [
@@ -279,7 +311,7 @@ _SKIPPED_PACKAGES = {
 _SKIPPED_PACKAGES |= {__name__.partition(".")[0]}
 
 
-def called_from() -> str:
+def _called_from() -> str:
     """The innermost line of the user's code on the stack, as file:line."""
     frame = sys._getframe(1)
     while frame.f_back is not None:

@@ -2,19 +2,17 @@
 
 Imports record, layout, tensors, health, comm and tiers.
 
-    schedule       `Schedule`: the moments of a step, called by the hooks
+    coordinator    `StepCoordinator`: the moments of a step, called by the hooks
     shared_buffers buffers that every rank copies from rank 0
     order          `CollectiveOrder`: which collective comes next, on all ranks
     passes         one pass, and the schedules recorded from passes
     unit           `Unit`: buckets that are unsharded together; `Unsharder`
     reducer        `Reducer`: which buckets a backward reduces, and the means at its end
-    hooks          hooks of modules and autograd, which call the schedule
+    hooks          hooks of modules and autograd, which call the coordinator
     bucket         `Bucket`: parameters that are communicated together, and what happens when
     wrapping       parameters as a bucket wraps and unwraps them
     shards         stores of a bucket's shards on this rank
     masters        a bucket's elements in full precision: loaded, stored, gathered
-    held_views     views of unsharded parameters that users and graphs hold
-    user_writes    values that users write to parameters, or set as `.data`
     full_tensors   tensors of a bucket on their owners, in a step of an optimizer that needs them
     joint_step     a step of all slots of a bucket at once
     gradients      gradients of a bucket, from autograd's tensors to the main gradient
@@ -24,25 +22,26 @@ Imports record, layout, tensors, health, comm and tiers.
     guard          finds non-finite gradients before they are reduced, and reports them
     norm           norms of sharded gradients, and clipping
     access         `gathered`, `full_grad`, `uneven_calls`: calls of the user on all ranks
-    writes         detection of writes to parameters
+    writes         what users do to parameters: write to them, assign `.data`, keep views
     lockstep       a number of forwards that differs between ranks
     recompute      activation checkpointing
     mixed_dtypes   explanation of errors that follow from the cast to `param_dtype`
     step_worker    the thread that steps while the next forward runs
 
-Begin with the note at the top of core/order.py, then read `schedule` and `bucket`.
+Begin with the note at the top of core/order.py, then read `coordinator` and `bucket`.
 
 The collective order decides which all-gather comes next, and `Unsharder.prefetch` how early. A hook
-reports the use of a unit to `Schedule.pre_forward` or `pre_backward`, these to the `Unsharder`,
-which requests the unit (`CollectiveOrder.request_unshard`) or prefetches the next ones, as far as
-`prefetch_bucket_size` and `max_live_parameters` allow. The order calls `Schedule.issue_unshard` in
-its turn: that of the recorded schedule, the log of an earlier pass, which all ranks have adopted in
-the same round; or, while there is none, after a control-plane round of all ranks.
+reports the use of a unit to `StepCoordinator.pre_forward` or `pre_backward`, these to the
+`Unsharder`, which requests the unit (`CollectiveOrder.request_unshard`) or prefetches the next
+ones, as far as `prefetch_bucket_size` and `max_live_parameters` allow. The order calls
+`Unsharder.issue_unshard` in its turn: that of the recorded schedule, the log of an earlier pass,
+which all ranks have adopted in the same round; or, while there is none, after a control-plane round
+of all ranks.
 
 A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its
 bucket is complete. Then `reducer` marks the bucket as ready in the collective order
-(`CollectiveOrder.mark_ready`). In its turn this calls `Schedule.issue_reduction`, and so
-`Reducer.reduce` and `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an
-`OffloadedGrad`. See `schedule` for what an all-gather waits for, `Schedule.reset` for what a rank
-does after an exception, and the end of comm's text for what happens on the other ranks.
+(`CollectiveOrder.mark_ready`). In its turn this calls `Reducer.issue_reduction`, and so
+`Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an `OffloadedGrad`. See
+`coordinator` for what an all-gather waits for, `StepCoordinator.reset` for what a rank does after
+an exception, and the end of comm's text for what happens on the other ranks.
 """

@@ -57,13 +57,12 @@ from torch import Tensor, nn
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.gradients import Gradients
-from lightning_zero.core.held_views import HeldViews
 from lightning_zero.core.joint_step import JointStep
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
-from lightning_zero.core.user_writes import UserWrites
 from lightning_zero.core.wrapping import full_precision_copy, unwrap_parameters, wrap_parameters
+from lightning_zero.core.writes import HeldViews, UserWrites
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import guard, set_plain_data

@@ -1,6 +1,6 @@
-"""Hooks on a module and its parameters, which call the schedule before and after each use.
+"""Hooks on a module and its parameters, which call the coordinator before and after each use.
 
-[Note: Graphs end at hooks] The schedule's hooks are not part of a compiled graph: a graph ends at a
+[Note: Graphs end at hooks] Our hooks are not part of a compiled graph: a graph ends at a
 hook, and another one begins after it. So a fully compiled module has one graph for each unit, and
 compiled blocks are not split. A graph must see plain parameters: it is compiled for their class,
 and a guarded parameter, whose all-gather is in flight, would trigger a recompilation. Units are
@@ -34,9 +34,9 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
+from lightning_zero.core.coordinator import StepCoordinator, is_compiled
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
-from lightning_zero.core.schedule import Schedule, is_compiled
 from lightning_zero.core.unit import Call, Unit, with_base
 from lightning_zero.tensors.guarded import placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
@@ -60,10 +60,12 @@ PLAIN = (Tensor, int, float, complex, bool, str, bytes, type(None), torch.dtype,
 class Hooks:
     """All hooks of one engine, until `detach`."""
 
-    def __init__(self, module: nn.Module, buckets: Sequence[Bucket], schedule: Schedule) -> None:
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], coordinator: StepCoordinator
+    ) -> None:
         self._module = module
         self._buckets = buckets
-        self._schedule = schedule
+        self._coordinator = coordinator
         self._handles: list[Any] = []
         # The exception that was being handled when the module was called.
         self._handled: BaseException | None = None
@@ -75,7 +77,7 @@ class Hooks:
         add, eager = self._handles.append, torch.compiler.disable
         add(module.register_forward_pre_hook(eager(self._root_pre_forward), prepend=True))
         add(module.register_forward_hook(eager(self._root_post_forward), always_call=True))
-        for unit in schedule.units[1:]:
+        for unit in coordinator.units[1:]:
             if not unit.buckets:
                 continue
             owner = unit.attach(module)
@@ -97,7 +99,7 @@ class Hooks:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = partial(schedule.post_accumulate_grad, bucket, index)
+                    hook = partial(coordinator.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch requires it for registering the hook
                     handle = parameter.register_post_accumulate_grad_hook(hook)
@@ -205,7 +207,7 @@ class Hooks:
         """Hook of the root module: begins a forward."""
         if module is self._module:
             self._handled = sys.exc_info()[1]
-            self._schedule.open()
+            self._coordinator.open()
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Hook of the root module: ends a forward."""
@@ -215,7 +217,7 @@ class Hooks:
             if error is self._handled:
                 error = None  # a caller was handling it before this call
             self._handled = None
-            self._schedule.root_post_forward(has_failed=error is not None)
+            self._coordinator.root_post_forward(error)
             if error is not None:
                 explain_dtype_error(error, module, self._buckets)
 
@@ -225,7 +227,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
-            self._schedule.pre_forward(unit)
+            self._coordinator.pre_forward(unit)
             leaves: list[Any] = []
             if torch.is_grad_enabled() and not unit.stays_unsharded:
                 leaves = tree_leaves((args, kwargs))
@@ -243,13 +245,13 @@ class Hooks:
             call = unit.calls.pop() if unit.calls else Call()  # empty if an earlier hook failed
             leaves = tree_leaves(output)
             if unit.is_aliased_by(leaves):
-                self._schedule.keep_unsharded(
+                self._coordinator.keep_unsharded(
                     unit, f"module {unit.name} returns a view of its parameters"
                 )
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
             call.release_args()
-            self._schedule.post_forward(unit)
+            self._coordinator.post_forward(unit)
 
         return hook
 
@@ -262,7 +264,7 @@ class Hooks:
 
         def arrived(key: int, _: Tensor) -> None:
             if call.arrive(key):
-                self._schedule.post_backward(unit, call)
+                self._coordinator.post_backward(unit, call)
 
         for key, tensor in call.inputs.items():
             for seen in with_base(tensor):
@@ -272,7 +274,7 @@ class Hooks:
         """Calls `pre_backward` when backward reaches one of `leaves`, or a written argument."""
 
         def on_reached(_: Tensor) -> None:
-            self._schedule.pre_backward(unit, call)
+            self._coordinator.pre_backward(unit, call)
 
         outputs: list[Tensor] = []
         hidden: str | None = None
@@ -289,7 +291,7 @@ class Hooks:
                     seen.register_hook(on_reached)
         if hidden is not None:
             reason = f"module {unit.name} returns a {hidden}, which may contain tensors"
-            self._schedule.keep_unsharded(unit, reason)
+            self._coordinator.keep_unsharded(unit, reason)
 
 
 def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[str, Any]]) -> None:

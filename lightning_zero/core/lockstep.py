@@ -19,7 +19,7 @@ from contextlib import contextmanager
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
-from lightning_zero.core.schedule import Schedule, TrainingState
+from lightning_zero.core.coordinator import StepCoordinator, TrainingState
 from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
@@ -38,10 +38,10 @@ class Lockstep:
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
-    def __init__(self, schedule: Schedule, comm: Communicator) -> None:
+    def __init__(self, coordinator: StepCoordinator, comm: Communicator) -> None:
         self.is_in_loop = False
-        self._schedule = schedule
-        self._order = order = schedule.order
+        self._coordinator = coordinator
+        self._order = order = coordinator.order
         self._comm = comm
         self.barrier = order.barrier
         self.pass_boundary = order.pass_boundary
@@ -55,8 +55,8 @@ class Lockstep:
     @contextmanager
     def uneven_step(self) -> Iterator[None]:
         """Context of one step without gradients, with any number of forwards. Collective."""
-        schedule = self._schedule
-        if schedule.training_state is TrainingState.BACKWARD:
+        coordinator = self._coordinator
+        if coordinator.training_state is TrainingState.BACKWARD:
             raise RuntimeError(
                 "uneven_calls() was entered during a backward; enter it before the backward."
             )
@@ -65,18 +65,18 @@ class Lockstep:
         self._depth += 1
         self._update_order()
         try:
-            schedule.open()
+            coordinator.open()
             yield
             self._order.serve_until(RequestKind.DONE, "the end of uneven_calls on all ranks")
         except BaseException as error:
             self._report(error)
-            schedule.reset()
+            coordinator.reset(error)
             raise
         finally:
             self._depth -= 1
             self._update_order()
         self._reported = None
-        schedule.close()
+        coordinator.close()
 
     def check_cpu_memory(self, call: str, num_bytes: int) -> None:
         """Raises on every rank if some rank lacks CPU memory for `call`. Collective.
@@ -121,8 +121,8 @@ class Lockstep:
 
     def begin_loop(self) -> None:
         """Begins a loop with any number of steps on each rank. Collective."""
-        self._schedule.compare_assigned()
-        self._schedule.prepare()
+        self._coordinator.compare_assigned()
+        self._coordinator.prepare()
         self.is_in_loop = True
         self._update_order()
 
@@ -130,7 +130,7 @@ class Lockstep:
         """Ends the loop; serves the other ranks until all have ended theirs. Collective."""
         if self.is_in_loop:
             self._order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
-            self._schedule.unsharder.reshard_all()
+            self._coordinator.unsharder.reshard_all()
             self.reset()
 
     def reset(self) -> None:
@@ -144,7 +144,7 @@ class Lockstep:
         Other ranks may still all-gather that shard. Collective if this rank has ended a forward
         whose pass is still open; else local.
         """
-        if not self._schedule.is_in_step:
+        if not self._coordinator.is_in_step:
             self._order.close_pass("a write to parameter.data")
 
     def barrier_in_loop(self, name: str) -> None:

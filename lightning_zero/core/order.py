@@ -62,15 +62,13 @@ from typing import Protocol
 
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.comm.rounds import (
-    LocalState,
     Request,
     RequestKind,
     RoundClient,
     Tally,
     Vote,
-    called_from,
 )
-from lightning_zero.core.passes import Pass, RecordedSchedules, hash_of
+from lightning_zero.core.passes import Events, Pass, RecordedSchedules, hash_of
 
 __all__ = ["CollectiveOrder", "Issuer"]
 
@@ -91,7 +89,7 @@ class Issuer(Protocol):
 
 
 class CollectiveOrder:
-    """Decides the next event of this rank. See [Note: Collective order]; passes.py numbers events.
+    """Decides the next event of this rank. See [Note: Collective order].
 
     Args:
         control_plane: Carries the rounds.
@@ -118,13 +116,12 @@ class CollectiveOrder:
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
-        self._num_units = self._backward_event = len(numels)
-        self._first_reduction = len(numels) + 1  # event of bucket 0
+        self._events = Events(len(numels))
         self._has_units = any(numels)  # some units are sharded
-        num_bytes = 2 * (len(numels) + num_buckets) + len(names) + 2  # the guard's flags
+        # Uses of units, two flags by bucket, those of the parameters, two of the guard.
+        num_bytes = self._events.num_uses + 2 * num_buckets + len(names) + 2
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
-        self._state = LocalState()
         self._stop_request: Callable[[], int | None] = lambda: None
         self.allows_uneven_calls = False
         self.restart()
@@ -147,7 +144,6 @@ class CollectiveOrder:
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until the result of a boundary is known
         self._flags_hash: int | None = None
-        self._state = self._state._replace(flags=b"")
         self._rounds.reset()
         self._recorded.reset()
         self._was_reset = True  # until the other ranks compare it: the schedules are gone
@@ -157,7 +153,7 @@ class CollectiveOrder:
 
     def restart(self) -> None:
         """As `reset`, on all ranks, after they have regrouped. Local."""
-        self._state = LocalState()
+        self._rounds.restart()
         self._history = 0  # hash of all calls that all ranks have made
         self._received_stop_request: int | None = None
         self.reset()
@@ -182,8 +178,8 @@ class CollectiveOrder:
         """
         self._finish_pass()
         request = Request(RequestKind.FAILED, self._control_plane.rank)
-        state = self._state._replace(failure=f"{type(error).__name__}: {error}")
-        self._rounds.run_round(self._vote(request), state, "the failure of this rank")
+        text = f"{type(error).__name__}: {error}"
+        self._rounds.run_round(self._vote(request), "the failure of this rank", failure=text)
 
     # ---------------------------------------------------------------- passes
 
@@ -191,6 +187,12 @@ class CollectiveOrder:
     def is_training(self) -> bool:
         """Whether the open pass has a backward."""
         return self._pass is not None and self._pass.is_training
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this rank has begun the backward of the pass whose events it issues."""
+        one = self._ended or self._pass
+        return one is not None and one.in_backward
 
     @property
     def last_pass(self) -> int:
@@ -214,8 +216,8 @@ class CollectiveOrder:
         """
         is_synchronized = self._is_synchronized
         self._finish_pass()
-        self._state = self._state._replace(flags=bytes(flags or ()))
-        self._flags_hash = None if flags is None else hash_of(self._state.flags)
+        self._rounds.set_flags(bytes(flags or ()))
+        self._flags_hash = None if flags is None else hash_of(bytes(flags))
         key = one_kind = hash_of(kind, self._flags_hash)
         is_expected = False
         if flags is not None:
@@ -223,14 +225,14 @@ class CollectiveOrder:
             is_expected = is_synchronized and key == self._recorded.expected_key()
         vote, used = self._vote(Request(RequestKind.BEGIN), key), self._used()
         self._pass = Pass(
-            self._num_units,
+            self._events,
             one_kind,
             key,
             is_training=flags is not None,
             is_uneven=self.allows_uneven_calls,
             schedule=self._recorded.schedule_of(key) if is_expected else None,
             is_begun=is_expected,
-            pending=self._rounds.begin(vote, self._state, kind, used, is_awaited=not is_expected),
+            pending=self._rounds.begin(vote, kind, used, is_awaited=not is_expected),
         )
 
     def wait_for_begin(self) -> None:
@@ -242,7 +244,7 @@ class CollectiveOrder:
         """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
         one = self._pass
         if one is None:
-            one = self._pass = Pass(self._num_units)
+            one = self._pass = Pass(self._events)
         if one.is_begun:
             return one
         assert one.pending is not None
@@ -267,12 +269,12 @@ class CollectiveOrder:
             reduction_order: Buckets to reduce, in order, if there is no schedule; the same on every
                 rank.
         """
-        if not self.is_training or bytes(flags) != self._state.flags:
+        if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
         one = self._pass
         assert one is not None
         if self._has_units and not one.in_backward:
-            self._advance_past(one, self._backward_event)
+            self._advance_past(one, self._events.backward)
         one.begin_backward(reduction_order, has_units=self._has_units)
 
     def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
@@ -288,17 +290,17 @@ class CollectiveOrder:
         self._finish_pass()
         request, name = Request(RequestKind.DONE), "the end of the backward on all ranks"
         sent = self._used() + mask()
-        pending = self._rounds.begin(self._vote(request), self._state, name, sent, is_awaited=True)
+        pending = self._rounds.begin(self._vote(request), name, sent, is_awaited=True)
         finish()
         tally = self._rounds.wait(pending, name)
         while tally.request.kind < RequestKind.DONE:
             self._execute(tally)
             sent = self._used() + mask()
-            tally = self._rounds.run_round(self._vote(request), self._state, name, sent)
+            tally = self._rounds.run_round(self._vote(request), name, sent)
         self._execute(tally)
         self._received_stop_request, self._num_boundaries = tally.stop_request, 0
         self._result = tally
-        return tally.mask[2 * self._num_units :]
+        return tally.mask[self._events.num_uses :]
 
     def conclude_backward(self, *, is_complete: bool) -> None:
         """Records the pass, after `finalize_backward`.
@@ -332,12 +334,12 @@ class CollectiveOrder:
         if self._pass is None:
             self._issuer.begin_pass()
         if self._pass is None:
-            self._pass = Pass(self._num_units)  # a pass in which no other rank takes part
+            self._pass = Pass(self._events)  # a pass in which no other rank takes part
         if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
             self.begin("another forward of a step")
         self._pass.mark_used(unit)
 
-    def request_unshard(self, unit: int, *, is_backward: bool) -> None:
+    def request_unshard(self, unit: int) -> None:
         """Issues the all-gather of a unit that this rank needs now, or answers one round.
 
         The caller repeats it until the unit is unsharded.
@@ -348,7 +350,7 @@ class CollectiveOrder:
                 return
             one.deviate()
             self._advance(len(one.schedule))
-        kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
+        kind = RequestKind.BACKWARD if one.in_backward else RequestKind.FORWARD
         tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
         self._execute(tally, is_kept=True)
 
@@ -356,40 +358,26 @@ class CollectiveOrder:
         """Notes that `bucket` has all its gradients; it is reduced after those before it."""
         one = self._wait_for_begin()
         one.ready.add(bucket)
-        self._reduce_ready(one)
-
-    def _reduce_ready(self, one: Pass) -> None:
-        """Issues reductions that are next in the schedule and ready."""
-        schedule, first = one.schedule or (), self._first_reduction
-        while one.cursor < len(schedule) and schedule[one.cursor] - first in one.ready:
-            self._advance(one.cursor + 1)
+        self._advance(one.ready_stop)
 
     @property
     def next_unit(self) -> int | None:
         """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
-        one = self._pass
-        if one is None or one.schedule is None or one.cursor >= len(one.schedule):
-            return None
-        event = one.schedule[one.cursor]
-        return event if event < self._num_units else None
+        return None if self._pass is None else self._pass.next_unit
 
     def prefetch(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
         one = self._wait_for_begin()
         self._advance(one.cursor + 1, is_needed=True)
-        self._reduce_ready(one)
+        self._advance(one.ready_stop)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the schedule has still to unshard."""
-        if self._pass is not None:
-            yield from (event for event in self._pass.upcoming() if event < self._num_units)
+        return iter(()) if self._pass is None else self._pass.upcoming_units()
 
     def is_last_of_forward(self, unit: int) -> bool:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
-        one = self._pass
-        if one is None or one.in_backward or one.next_event != self._backward_event:
-            return False
-        return one.last_gathered == unit
+        return self._pass is not None and self._pass.is_last_of_forward(unit)
 
     def _advance_past(self, one: Pass, event: int, *, is_needed: bool = False) -> bool:
         """Issues the schedule up to `event`, included, if it is still to come."""
@@ -409,10 +397,10 @@ class CollectiveOrder:
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         """Issues an event, which the pass has logged."""
         self.is_issuing = True
-        if event < self._num_units:
+        if event < self._events.backward:
             self._issuer.issue_unshard(event, is_kept=is_kept)
-        elif event > self._backward_event:
-            self._issuer.issue_reduction(event - self._first_reduction)
+        elif event > self._events.backward:
+            self._issuer.issue_reduction(self._events.bucket(event))
         self.is_issuing = False
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
@@ -422,16 +410,13 @@ class CollectiveOrder:
         if one is not None and is_unit:
             one.compare(tally)
         if one is not None and one.schedule is None:
-            is_backward = request.kind is RequestKind.BACKWARD or num_ready
-            if is_backward and self._backward_event not in one.log:
-                one.issue(self._backward_event)  # where all ranks have begun backward
-            while len(one.reduced) < min(num_ready, len(one.reduction_order)):
-                event = self._first_reduction + one.reduction_order[len(one.reduced)]
-                one.issue(event)
+            if request.kind is RequestKind.BACKWARD or num_ready:
+                one.log_backward()
+            while (event := one.issue_reduction(num_ready)) is not None:
                 self._issue(event)
         if is_unit:
             if one is not None:
-                one.issue(request.number)
+                one.log.append(request.number)
             self._issue(request.number, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
@@ -440,7 +425,7 @@ class CollectiveOrder:
         """Takes part in what other ranks request, until no rank is before request `kind`."""
         is_barrier = kind is RequestKind.BARRIER
         call_hash = hash_of(name) if is_barrier else None
-        self._set_call(name if is_barrier else "")
+        self._rounds.set_call(name if is_barrier else "")
         one = self._pass
         self._finish_pass()
         while True:
@@ -454,9 +439,9 @@ class CollectiveOrder:
             if tally.request.kind is RequestKind.BEGIN:  # others begin a pass: follow it
                 key = tally.lowest.key if tally.is_same("key") else None
                 schedule = self._recorded.schedule_of(key)
-                self._pass = Pass(self._num_units, key=key, is_uneven=True, schedule=schedule)
+                self._pass = Pass(self._events, key=key, is_uneven=True, schedule=schedule)
                 self._finish_pass()
-        self._set_call("")
+        self._rounds.set_call("")
         self._received_stop_request = tally.stop_request
         if is_barrier:
             self.note(name)
@@ -467,21 +452,16 @@ class CollectiveOrder:
         """The rest of a training pass after a barrier, as a pass of its own."""
         key = self._recorded.training_key(kind)
         return Pass(
-            self._num_units,
+            self._events,
             kind,
             key,
             is_training=True,
             is_uneven=one.is_uneven,
             schedule=self._recorded.schedule_of(key),
             in_backward=one.in_backward,
-            reduction_order=[b for b in one.reduction_order if b not in one.reduced],
+            reduction_order=one.unreduced(),
             ready=one.ready,
         )
-
-    def _set_call(self, name: str) -> None:
-        """Sets the call that all ranks make now, for the text of an error."""
-        text = f"reached {name}, {called_from()}" if name else ""
-        self._state = self._state._replace(current_call=text)
 
     @property
     def expects_collectives(self) -> bool:
@@ -515,19 +495,16 @@ class CollectiveOrder:
         if not self._is_synchronized:
             self.barrier(name)
             return
-        self._set_call(name)
+        self._rounds.set_call(name)
         vote = self._vote(Request(RequestKind.BARRIER), hash_of(name))
-        self._rounds.begin(vote, self._state, name, is_awaited=False)
-        self._set_call("")
+        self._rounds.begin(vote, name, is_awaited=False)
+        self._rounds.set_call("")
         self.note(name)
 
     def note_write(self, name: str) -> None:
         """As `note`: all ranks write to their shards of parameter `name`. Local."""
         self.note(f"write to {name}")
-        self._state = self._state._replace(
-            num_writes=self._state.num_writes + 1,
-            last_write=f"wrote to parameter {name}, {called_from()}",
-        )
+        self._rounds.note_write(name)
 
     def note(self, name: str) -> None:
         """Adds the call `name` of all ranks to their history, which rounds compare. Local."""
@@ -559,7 +536,7 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- rounds
 
     def _vote(self, request: Request, key: int | None = None) -> Vote:
-        one = self._ended or self._pass or Pass(self._num_units)
+        one = self._ended or self._pass or Pass(self._events)
         is_all = one.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
@@ -580,8 +557,8 @@ class CollectiveOrder:
     def _run_round(self, request: Request, name: str, key: int | None = None) -> Tally:
         is_boundary = request.kind >= RequestKind.BEGIN
         mask = self._used() if is_boundary else b""
-        return self._rounds.run_round(self._vote(request, key), self._state, name, mask)
+        return self._rounds.run_round(self._vote(request, key), name, mask)
 
     def _used(self) -> bytes:
         """Units that this rank has used in the pass that it has ended: see `Pass.used`."""
-        return bytes(2 * self._num_units if self._ended is None else self._ended.used)
+        return bytes(self._events.num_uses if self._ended is None else self._ended.used)

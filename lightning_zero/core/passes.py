@@ -1,11 +1,4 @@
-"""One pass of a `CollectiveOrder`, and the schedules recorded from the logs of passes.
-
-An event is one integer. With n units it means:
-
-    0 .. n-1       the all-gather of a unit
-    n              backward begins
-    n+1 ..         the reduction of a bucket
-"""
+"""One pass of a `CollectiveOrder`, and the schedules recorded from the logs of passes."""
 
 from __future__ import annotations
 
@@ -19,18 +12,58 @@ from operator import gt
 from lightning_zero.comm.control import RoundResult
 from lightning_zero.comm.rounds import Tally
 
-__all__ = ["Pass", "RecordedSchedules", "hash_of", "hoist_all_gathers"]
+__all__ = ["Events", "Pass", "RecordedSchedules", "hash_of", "hoist_all_gathers"]
 
 _MAX_MISMATCHES = 2  # passes in a row that do not match a schedule, which is then dropped
 _MAX_LOGGED = 100_000  # events
 _MAX_KEYS = 1000  # where every pass has a new key, no schedule would be used again
 
 
+class Events:
+    """Numbers of the events of a pass, and of the flags of the units that it uses.
+
+    With n units, an event is one integer:
+
+        0 .. n-1       the all-gather of a unit
+        n              backward begins
+        n+1 ..         the reduction of a bucket
+
+    and the uses of a pass are 2n flags: of the units in forward, then in backward.
+
+    Attributes:
+        backward: The event with which backward begins. Those below it are all-gathers, and their
+            numbers are those of the units; those above it are reductions.
+        num_uses: Number of the flags of a pass.
+    """
+
+    def __init__(self, num_units: int) -> None:
+        self.backward = num_units
+        self.num_uses = 2 * num_units
+
+    def reduction(self, bucket: int) -> int:
+        """The reduction of `bucket`."""
+        return self.backward + 1 + bucket
+
+    def bucket(self, reduction: int) -> int:
+        """The bucket of a reduction."""
+        return reduction - self.backward - 1
+
+    def uses(self, schedule: Sequence[int]) -> bytes:
+        """Flags of the units that `schedule` unshards."""
+        flags, offset = bytearray(self.num_uses), 0
+        for event in schedule:
+            if event < self.backward:
+                flags[offset + event] = 1
+            elif event == self.backward:
+                offset = self.backward
+        return bytes(flags)
+
+
 @dataclass
 class Pass:
     """Progress of this rank through one pass."""
 
-    num_units: int
+    events: Events
     kind: int = 0  # hash of the kind and of the parameters that train
     key: int | None = None  # None: the pass is not recorded
     is_training: bool = False
@@ -43,13 +76,13 @@ class Pass:
     ready: set[int] = field(default_factory=set)  # buckets with all their gradients
     cursor: int = field(default=0, init=False)  # index of the next event of the schedule
     log: list[int] = field(default_factory=list, init=False)  # events issued
-    reduced: list[int] = field(default_factory=list, init=False)  # buckets
-    used: bytearray = field(init=False)  # units that this rank used: in forward, then in backward
+    num_reduced: int = field(default=0, init=False)  # of `reduction_order`, without a schedule
+    used: bytearray = field(init=False)  # flags of the units that this rank used: see `Events`
     is_same_on_all_ranks: bool = field(default=True, init=False)  # they requested the same units
     has_deviated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.used = bytearray(2 * self.num_units)
+        self.used = bytearray(self.events.num_uses)
 
     @property
     def next_event(self) -> int | None:
@@ -66,15 +99,34 @@ class Pass:
         except ValueError:
             return None
 
-    def upcoming(self) -> Iterator[int]:
-        """Events of the schedule that have not been issued."""
-        schedule = self.schedule or ()
-        return (schedule[index] for index in range(self.cursor, len(schedule)))
+    @property
+    def next_unit(self) -> int | None:
+        """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
+        schedule, index = self.schedule, self.cursor
+        if schedule is None or index >= len(schedule):
+            return None
+        return schedule[index] if schedule[index] < self.events.backward else None
+
+    def upcoming_units(self) -> Iterator[int]:
+        """Units that the schedule has still to unshard."""
+        schedule, backward = self.schedule or (), self.events.backward
+        indices = range(self.cursor, len(schedule))
+        return (schedule[index] for index in indices if schedule[index] < backward)
+
+    def is_last_of_forward(self, unit: int) -> bool:
+        """Whether forward unsharded `unit` last, and backward is next in the schedule."""
+        backward = self.events.backward
+        if self.in_backward or self.next_event != backward:
+            return False
+        return unit == next((event for event in reversed(self.log) if event < backward), None)
 
     @property
-    def last_gathered(self) -> int | None:
-        """The unit whose all-gather has been issued last; None: there was none."""
-        return next((event for event in reversed(self.log) if event < self.num_units), None)
+    def ready_stop(self) -> int:
+        """Index in the schedule behind the reductions that are next and ready."""
+        schedule, index, first = self.schedule or (), self.cursor, self.events.backward + 1
+        while index < len(schedule) and schedule[index] - first in self.ready:
+            index += 1
+        return index
 
     @property
     def num_ready(self) -> int:
@@ -95,11 +147,11 @@ class Pass:
         if not self.reduction_order:
             self.reduction_order = list(reduction_order)
         if not has_units and self.schedule is None:
-            self.schedule = tuple([self.num_units + 1 + bucket for bucket in reduction_order])
+            self.schedule = tuple(map(self.events.reduction, reduction_order))
 
     def mark_used(self, unit: int) -> None:
         """This rank uses `unit`."""
-        self.used[unit + self.num_units * self.in_backward] = 1
+        self.used[unit + self.events.backward * self.in_backward] = 1
 
     def issue_next(self) -> int | None:
         """Moves past the next event of the schedule, which is issued now, and returns it."""
@@ -107,14 +159,30 @@ class Pass:
         if schedule is None or index >= len(schedule):
             return None
         self.cursor = index + 1
-        self.issue(schedule[index])
+        self.log.append(schedule[index])
         return schedule[index]
 
-    def issue(self, event: int) -> None:
-        """Logs an event that is issued now."""
+    def log_backward(self) -> None:
+        """Logs that all ranks have begun backward, in a pass without a schedule."""
+        if self.events.backward not in self.log:
+            self.log.append(self.events.backward)
+
+    def issue_reduction(self, num_ready: int) -> int | None:
+        """Logs the next of the first `num_ready` reductions, in a pass without a schedule.
+
+        Returns the event; None: all of them have been issued.
+        """
+        if self.num_reduced >= min(num_ready, len(self.reduction_order)):
+            return None
+        event = self.events.reduction(self.reduction_order[self.num_reduced])
+        self.num_reduced += 1
         self.log.append(event)
-        if event > self.num_units:
-            self.reduced.append(event - self.num_units - 1)
+        return event
+
+    def unreduced(self) -> list[int]:
+        """Buckets of `reduction_order` whose reductions have not been issued."""
+        issued = set(self.log)
+        return [b for b in self.reduction_order if self.events.reduction(b) not in issued]
 
     def deviate(self) -> None:
         """This rank needs a unit that is not in the rest of the schedule."""
@@ -141,19 +209,13 @@ class _Recording:
         self._gathered = b""  # units that the schedule unshards, in the form of `Pass.used`
         self._num_mismatches = 0  # in a row
 
-    def log(self, digest: int, schedule: tuple[int, ...] | None, num_units: int) -> None:
+    def log(self, digest: int, schedule: tuple[int, ...] | None, events: Events) -> None:
         """Notes a pass without a schedule; adopts `schedule`, which was made of its log."""
         self.digest = digest
         if schedule is None:
             return
         self.schedule, self._num_mismatches = schedule, 0
-        gathered, offset = bytearray(2 * num_units), 0
-        for event in schedule:
-            if event < num_units:
-                gathered[event + offset] = 1
-            elif event == num_units:
-                offset = num_units
-        self._gathered = bytes(gathered)
+        self._gathered = events.uses(schedule)
 
     def replay(self, used: bytes, *, has_deviated: bool) -> None:
         """Judges the schedule after a pass; drops it after several passes without a match."""
@@ -231,7 +293,7 @@ class RecordedSchedules:
             self._extend_run(one.key)
         last = one.kind
         if self._has_units:
-            used = tally.mask[: len(one.used)]  # by any rank
+            used = tally.mask[: one.events.num_uses]  # by any rank
             last = hash_of(self._record_log(one, tally, used, is_incomplete=is_incomplete), used)
             if is_counted and not self.last and one.key in self._recordings:
                 # An equal pass is likely to follow.
@@ -261,14 +323,14 @@ class RecordedSchedules:
             recording.replay(used, has_deviated=has_deviated)
             if not tally.lowest.has_deviated:
                 return recording.digest  # it has matched on some rank
-        digest = hash_of([event for event in one.log if event <= one.num_units])
+        digest = hash_of([event for event in one.log if event <= one.events.backward])
         if one.schedule is None and not is_incomplete:
             recording = self._recordings.setdefault(one.key, _Recording())
             is_first = recording.digest is None and one.is_same_on_all_ranks
             schedule = None
             if (is_first or recording.digest == digest) and len(one.log) < _MAX_LOGGED:
                 schedule = hoist_all_gathers(one.log, self._numels, self._prefetch_numel)
-            recording.log(digest, schedule, one.num_units)
+            recording.log(digest, schedule, one.events)
         return digest
 
 
@@ -287,7 +349,7 @@ def hoist_all_gathers(
             number: it also passes those before earlier all-gathers, if their units
             together have at most this many elements. 0: it passes none.
     """
-    backward_event = len(numels)
+    backward_event = Events(len(numels)).backward
     schedule: list[int] = []
     units: list[int] = []
     since = [0]  # by all-gather: reductions between it and the previous one

@@ -221,13 +221,9 @@ class Unsharder:
         self._order = order
         self._recorder = recorder
         self._config = config
-        self._is_backward = False  # units are requested from the end of the layout on
         self._unclaimed: dict[Unit, None] = {}  # unsharded for other ranks or by prefetch; in order
         self._unsharded = self.units[0].unsharded_units
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
-
-    def begin_backward(self) -> None:
-        self._is_backward = True
 
     def unshard_for_step(self) -> None:
         """Unshards the units that stay unsharded throughout a step."""
@@ -251,7 +247,7 @@ class Unsharder:
             self._recorder.count_prefetch(is_hit=unit.is_unsharded)
             self._reshard_unclaimed(unit)
         while not unit.is_unsharded:
-            self._order.request_unshard(unit.index, is_backward=self._is_backward)
+            self._order.request_unshard(unit.index)
         self._unclaimed.pop(unit, None)
         for bucket in unit.buckets:
             bucket.wait_for_unshard()
@@ -298,20 +294,21 @@ class Unsharder:
             if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
                 return
 
-    def issue_unshard(self, unit: Unit, *, is_kept: bool) -> None:
-        """Issues the all-gather of `unit`. Collective.
+    def issue_unshard(self, index: int, *, is_kept: bool) -> None:
+        """Issues the all-gather of a unit. Collective. Called by the order.
 
         Args:
-            unit: The unit; one that is unsharded already sends its shard again.
+            index: Its index; a unit that is unsharded already sends its shard again.
             is_kept: Whether it stays unsharded until it or another unit is used. If not, only other
                 ranks need it, and it is resharded.
         """
+        unit = self.units[index]
         was_unsharded = unit.is_unsharded
         for bucket in unit.buckets:
             bucket.unshard()
         if was_unsharded:
             return
-        if is_kept or self._order.is_last_of_forward(unit.index):
+        if is_kept or self._order.is_last_of_forward(index):
             self._unclaimed[unit] = None
         else:
             unit.reshard()
@@ -325,7 +322,6 @@ class Unsharder:
 
     def end_backward(self) -> None:
         """Forgets the backward in progress, which has ended or never will. Local."""
-        self._is_backward = False
         self._unclaimed.clear()
         for unit in self.units:
             if unit.num_awaited or unit.entered:

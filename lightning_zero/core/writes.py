@@ -1,4 +1,8 @@
-"""Detects in-place writes to parameters and replaced `.data`.
+"""What users do to the parameters of a bucket: write to them, assign `.data`, and keep views.
+
+    Fingerprint, WriteDetector   writes to any tensors
+    UserWrites                   writes to one bucket, which are copied into its shards
+    HeldViews                    views of one bucket, which must keep their values
 
 [Note: Detecting writes] A `WriteDetector` detects a write to a tensor in one of two ways:
 
@@ -15,20 +19,32 @@ Where a write is detected, values that are still the rounded master leave the ma
 from __future__ import annotations
 
 import hashlib
+import time
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from operator import attrgetter
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.layout.flat import Slot
-from lightning_zero.tensors.guarded import data_of
-from lightning_zero.tensors.lazy import read_flat
+from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.tensors.buffer import FlatBuffer, views_of
+from lightning_zero.tensors.guarded import data_of, set_plain_data
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.shard_spec import DetachableShard
+from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "Fingerprint",
+    "HeldViews",
+    "UserWrites",
     "WriteDetector",
+    "WrittenShards",
     "is_same_memory",
     "own_elements",
     "replaced",
@@ -37,6 +53,23 @@ __all__ = [
 
 
 _dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
+
+
+class WrittenShards(Protocol):
+    """What this module needs of a bucket's `Shards`, which import it."""
+
+    @property
+    def num_views(self) -> int:
+        """Number of views of the unsharded buffer that the stores keep."""
+
+    def owned(self, index: int) -> range:
+        """Elements of slot `index` that this rank steps."""
+
+    def assign(self, index: int, values: Tensor) -> None:
+        """Stores own elements of slot `index` that a user has written."""
+
+    def rebind_to_unsharded(self, old: Tensor) -> None:
+        """Switches to the new memory of the unsharded buffer; users hold the old memory, `old`."""
 
 
 class Fingerprint:
@@ -176,3 +209,215 @@ def replaced(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> lis
                 return []
     pairs = enumerate(zip(parameters, views, strict=True))
     return [index for index, pair in pairs if not is_same_memory(*pair)]
+
+
+class UserWrites:
+    """Writes by the user to the parameters of one bucket, sharded or unsharded.
+
+    Args:
+        plan: Layout and dtypes of the bucket.
+        parameters: The parameters, by slot.
+        orig_dtypes: Dtypes of the parameters before the engine wrapped them, by slot.
+        unsharded_params: Their unsharded buffer.
+        shards: Stores of this rank's shards.
+        held_views: Views of the unsharded buffer that others hold.
+
+    Attributes:
+        data_shards: Shards that users have got as `parameter.data`, by slot.
+        watch: `WriteDetector.watch` of the parameters; `watch_values`, too.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        parameters: Sequence[nn.Parameter],
+        orig_dtypes: Sequence[torch.dtype],
+        unsharded_params: FlatBuffer,
+        shards: WrittenShards,
+        held_views: HeldViews,
+    ) -> None:
+        self.data_shards: WeakValueDictionary[int, DetachableShard] = WeakValueDictionary()
+        self._plan = plan
+        self._parameters = parameters
+        self._orig_dtypes = orig_dtypes
+        self._unsharded_params = unsharded_params
+        self._shards = shards
+        self._held_views = held_views
+        self._detector = WriteDetector()
+        self.watch = partial(self._detector.watch, parameters)
+        self.watch_values = partial(self._detector.watch_values, parameters)
+        # Slots whose `.data` was assigned since the last pass, with the former `.data`.
+        self._assigned: dict[int, DetachableShard | None] = {}
+
+    # ---------------------------------------------------------------- sharded parameters
+
+    def assign(self, index: int, own: Tensor, given: Tensor) -> None:
+        """Writes `own`, this rank's elements of `parameter.data = given`, while sharded. Local."""
+        self._note_assigned(index, given)
+        self._detach(index)
+        self._shards.assign(index, own)
+
+    def _note_assigned(self, index: int, values: Tensor) -> None:
+        """Notes an assignment to `.data` until the next pass.
+
+        Assigning the former `.data` again removes the note, if every rank can see that it is the
+        same.
+        """
+        if index not in self._assigned:
+            self._assigned[index] = self.data_shards.get(index)
+        elif isinstance(values, ShardedTensor) and values.is_view_of(self._assigned[index]):
+            del self._assigned[index]
+
+    def take_assigned(self) -> list[str]:
+        """Names of the parameters whose `.data` was assigned since the last call, in slot order."""
+        if not self._assigned:
+            return []
+        slots = self._plan.layout.slots
+        names = [slots[index].name for index in sorted(self._assigned)]
+        self._assigned.clear()
+        return names
+
+    def _detach(self, index: int) -> None:
+        """Before slot `index` gets new values: its former `.data` keeps the old ones."""
+        shard = self.data_shards.pop(index, None)
+        if shard is not None:
+            shard.detach()
+
+    def detach_all(self) -> None:
+        """Before the shards are dropped: what users have got as `.data` keeps its values."""
+        for index in list(self.data_shards):
+            self._detach(index)
+
+    # ---------------------------------------------------------------- unsharded parameters
+
+    def sync(self, *, shards_params: bool) -> None:
+        """Syncs writes that are detected without reading values into the masters.
+
+        `shards_params`: whether parameters are sharded when idle; else only replaced data is
+        detected.
+
+        Raises:
+            ValueError: Replaced data has another shape or dtype; the parameter then has its own
+                again.
+        """
+        assigned, error = replaced(self._parameters, self._unsharded_params.views), None
+        if assigned:
+            assigned, error = self._sync_assigned(assigned)
+        if shards_params:
+            for index in {*assigned, *self._detector.written(self._parameters)}:
+                if index in assigned:
+                    self._detach(index)
+                own, view = self._shards.owned(index), self._unsharded_params.views[index]
+                self._shards.assign(index, view.reshape(-1)[own.start : own.stop])
+        if error is not None:
+            raise error
+
+    def _sync_assigned(self, slots: list[int]) -> tuple[list[int], ValueError | None]:
+        """Copies assigned `.data` into the unsharded buffer; returns valid slots, the first error.
+
+        Tensors that are views of the old values keep them. All parameters point at the buffer then,
+        including those with data of another shape or dtype, which is the error.
+        """
+        buffer = self._unsharded_params
+        values = {index: data_of(self._parameters[index]) for index in slots}
+        if self._held_views.num_holders(num_params=len(self._parameters) - len(slots)):
+            old = buffer.tensor
+            buffer.replace_memory(copies=True)
+            self._shards.rebind_to_unsharded(old)
+        set_plain_data(self._parameters, buffer.views)
+        synced, error = [], None
+        for index, data in values.items():
+            try:
+                full = require_full_shape(data, self._plan.layout.slots[index])
+                self.check_dtype(index, full)
+            except ValueError as refused:
+                error = error or refused
+                continue
+            buffer.views[index].copy_(full)
+            synced.append(index)
+        return synced, error
+
+    def check_dtype(self, index: int, values: Tensor) -> None:
+        """Raises a ValueError if `values`, set as the data of slot `index`, have another dtype."""
+        expected = self._orig_dtypes[index]
+        if values.dtype not in (self._plan.dtype, self._plan.master_dtype, expected):
+            name = self._plan.layout.slots[index].name
+            raise ValueError(
+                f"the data set on parameter {name} has dtype {values.dtype}; expected {expected}. "
+                "A parameter keeps its dtype while an engine holds it; convert a copy instead: "
+                "copy.deepcopy(module).half()."
+            )
+
+
+class HeldViews:
+    """Counts the views of one unsharded buffer, and frees the buffer without harm to them.
+
+    See [Note: Memory that others hold] in tensors/buffer.py.
+    """
+
+    def __init__(self, buffer: FlatBuffer, shards: WrittenShards, slots: Sequence[Slot]) -> None:
+        self._buffer = buffer
+        self._shards = shards
+        self._slots = slots
+        self._warned_names: set[str] = set()  # parameters whose memory users hold
+        self._num_scans = 0  # searches for such parameters
+
+    def num_holders(self, *, num_params: int) -> int:
+        """Number of views of the unsharded buffer, without those of `num_params` parameters."""
+        return self._buffer.num_holders(self._shards.num_views + num_params)
+
+    def aliases(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of the unsharded buffer."""
+        if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
+            return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        storage = self._buffer.tensor.untyped_storage()
+        return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
+    def free_buffer(self, num_holders_before: int | None, *, is_saved_for_backward: bool) -> None:
+        """Frees the buffer, which no parameter points at; views that users hold keep its memory.
+
+        Args:
+            num_holders_before: `num_holders` when the user was given the parameters: the user may
+                keep views that were taken since. None: no views are expected.
+            is_saved_for_backward: Whether a graph may hold views.
+        """
+        # Graphs hold no more views than there were before.
+        num_graphs = 0
+        if is_saved_for_backward and num_holders_before is not None:
+            num_graphs = num_holders_before
+        may_be_graphs = is_saved_for_backward and num_holders_before is None
+        if self.num_holders(num_params=0) > num_graphs and not may_be_graphs:
+            if num_holders_before is None:
+                self._warn()
+            self._buffer.replace_memory(copies=False)
+        self._buffer.free()
+
+    def _warn(self) -> None:
+        """Warns about views of unsharded parameters that users keep, except those in graphs.
+
+        Warns at most twice, because it searches all Python objects.
+        """
+        if self._num_scans == 2:
+            return
+        time.sleep(0.001)  # a gloo thread releases sent tensors shortly after the end
+        if not self.num_holders(num_params=0):
+            return
+        self._num_scans += 1
+        own = {id(self._buffer.tensor), *map(id, self._buffer.views)}
+        offsets = [start for one, start in views_of(self._buffer.tensor) if id(one) not in own]
+        held = {
+            slot.name
+            for slot in self._slots
+            if any(slot.start <= start < slot.stop for start in offsets)
+        }
+        for name in sorted(held - self._warned_names):
+            self._warned_names.add(name)
+            warnings.warn(
+                f"a view of parameter {name} outlives the step in which it was taken. It keeps the "
+                "values of that step, while a view of a plain module's parameter follows later "
+                "steps. Keep a copy, parameter.detach().clone(), or take a new view before each "
+                "use.",
+                stacklevel=2,
+            )

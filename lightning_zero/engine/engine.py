@@ -11,6 +11,7 @@ It can be used without Lightning, in a hand-written loop:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -25,13 +26,13 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.construction.materialize import materialize
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
+from lightning_zero.core.coordinator import StepCoordinator, TrainingState
 from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.hooks import Hooks
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.norm import clip_by_norm, clip_by_value, grad_norms, total_norm
 from lightning_zero.core.recompute import apply_checkpointing
-from lightning_zero.core.schedule import Schedule, TrainingState
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
 from lightning_zero.engine.beginning import (
@@ -90,7 +91,7 @@ class Engine:
     Attributes:
         plan: Units and buckets.
         buckets: Buckets at run time, in layout order.
-        schedule: Schedule of all-gathers and reductions.
+        coordinator: Runs the moments of a step, which the hooks and this class call.
         lockstep: Support for loops in which ranks use the module a different number of times.
         optimizers: Attached optimizers, in the order in which they were attached.
         average_buckets: Buckets of averages of the weights; see `Shadow`.
@@ -132,7 +133,7 @@ class Engine:
             limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             before_collective=self._before_collective,
         )
-        self._is_ready = False  # `schedule` and `lockstep` exist
+        self._is_ready = False  # `coordinator` and `lockstep` exist
         self._is_closed = False
         self.average_buckets: list[Bucket] = []
         look = self._check_and_probe
@@ -151,17 +152,17 @@ class Engine:
             self._end_checkpointing = apply_checkpointing(module, given.checkpointed_modules)
             undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
-            self.schedule = Schedule(module, units, self.buckets, self.comm, config)
-            self.lockstep = Lockstep(self.schedule, self.comm)
+            self.coordinator = StepCoordinator(module, units, self.buckets, self.comm, config)
+            self.lockstep = Lockstep(self.coordinator, self.comm)
             for bucket in self.buckets:
-                BucketAccess(bucket, self.lockstep, self.schedule.unshard_out_of_order).install()
-            undo.callback(self.schedule.mark_lost)
-            self._hooks = Hooks(module, self.buckets, self.schedule)
+                BucketAccess(bucket, self.lockstep, self.coordinator.unshard_out_of_order).install()
+            undo.callback(self.coordinator.mark_lost)
+            self._hooks = Hooks(module, self.buckets, self.coordinator)
             undo.callback(self._hooks.detach)
             self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.schedule.reducer,
+                self.coordinator.reducer,
                 self.storage,
                 self.comm,
                 worker=self.worker if config.overlap_step else None,
@@ -214,12 +215,12 @@ class Engine:
     @property
     def guard(self) -> NonfiniteGuard:
         """Guard against non-finite gradients, with its last report."""
-        return self.schedule.reducer.guard
+        return self.coordinator.reducer.guard
 
     def _before_collective(self, name: str) -> None:
         """Has all ranks issue collective `name` together, also if some are still in a pass."""
         if self._is_ready:
-            self.schedule.order.announce_collective(name)
+            self.coordinator.order.announce_collective(name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's shards from now on. Collective.
@@ -253,16 +254,16 @@ class Engine:
         """
         self.guard.note_loss(loss, has_scaler=has_scaler)
         self._hooks.run_last()
-        reduces = not self.schedule.is_accumulating
+        reduces = not self.coordinator.is_accumulating
         if reduces:
             self.optimizers.read_ahead()
-        return self.schedule.backward_context(reduces=reduces, retain_graph=retain_graph)
+        return self.coordinator.backward_context(reduces=reduces, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Context for code that uses the module's parameters without calling the module."""
         try:
-            with self.schedule.step_context():
+            with self.coordinator.step_context():
                 yield
         except Exception as error:
             explain_dtype_error(error, self.module, self.buckets)
@@ -295,7 +296,7 @@ class Engine:
         reduce every micro-batch: to the mean over the shard group if `sharding_group_size` is set,
         else over all ranks.
         """
-        with self.schedule.accumulating():
+        with self.coordinator.accumulating():
             yield
 
     def finish_reductions(self) -> None:
@@ -304,7 +305,7 @@ class Engine:
         With `sharding_group_size`, averages over shard groups, too.
         """
         self.storage.state_offload.check(State.GRAD)
-        self.schedule.reducer.reduce_local()
+        self.coordinator.reducer.reduce_local()
 
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""
@@ -417,7 +418,7 @@ class Engine:
         chosen = as_states(states)
         kinds = ", ".join(repr(one.value) for one in chosen)
         self.lockstep.barrier(f"offload_states([{kinds}])")  # ranks that differ raise
-        state = self.schedule.training_state
+        state = self.coordinator.training_state
         if state is not TrainingState.IDLE:
             raise RuntimeError(f"offload_states() was called {state.value}, not between steps.")
         if chosen:
@@ -461,10 +462,10 @@ class Engine:
         """Reshards all buckets after an exception and drops gradients. Local.
 
         In this order: the worker ends its steps; the optimizers leave their step, and the ranks
-        their loop; then `Schedule.reset`.
+        their loop; then `StepCoordinator.reset`.
         """
         self._leave_step()
-        self.schedule.reset()
+        self.coordinator.reset(sys.exc_info()[1])  # called where a user handles an exception
 
     def _leave_step(self) -> None:
         self.worker.drain()  # it waits for no rank, and uses the present groups
@@ -472,7 +473,7 @@ class Engine:
         self.optimizers.reset()
         self.lockstep.reset()
 
-    def _regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
+    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """Forms new process groups after an exception and reshards all buckets. Collective.
 
         Other ranks receive the exception, raise where they wait for this rank, and call this, too.
@@ -488,21 +489,21 @@ class Engine:
         self._leave_step()
         if not self.comm.regroup(deadline, error):
             return False
-        self.schedule.reset(has_regrouped=True)
+        self.coordinator.reset(has_regrouped=True)
         for bucket in self.average_buckets:
             bucket.reset(has_regrouped=True)
         for bucket in self.buckets:
             bucket.unshard_again()
         return True
 
-    def _abort(self) -> None:
+    def abort(self) -> None:
         """Frees hooks and groups after a failed regroup; using a parameter raises from now on."""
         self._is_closed = True
         self.worker.drain()
         self.optimizers.detach()
         self._end_checkpointing()
         self._hooks.detach()
-        self.schedule.mark_lost()
+        self.coordinator.mark_lost()
         self.worker.close()
         self.storage.close()
         self.comm.close()
@@ -545,7 +546,7 @@ class Engine:
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        failure = self.schedule.reset(warns=False) or failure
+        failure = self.coordinator.reset(warns=False) or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)

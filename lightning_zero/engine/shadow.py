@@ -99,7 +99,7 @@ class Shadow:
         if write_back:
             for masters, values in installed:
                 masters.store(values)
-            self._engine.schedule.shared.share_again()  # each rank has averaged its own shard
+            self._engine.coordinator.shared.share_again()  # each rank has averaged its own shard
 
     @contextmanager
     def own_views(self) -> Iterator[None]:

@@ -46,7 +46,7 @@ class ZeroModule(nn.Module):
     @torch.compiler.disable(recursive=False)
     def _call(self, args: Any, kwargs: Any, *, is_compiled: bool) -> Any:
         if is_compiled:
-            self.engine.schedule.mark_compiled()
+            self.engine.coordinator.mark_compiled()
         # A frozen module, such as a teacher, has no backward that would end its forward.
         with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
             output = self.module(*args, **kwargs)

@@ -34,7 +34,6 @@ from lightning_zero._lightning.fabric import (
 from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
-from lightning_zero.comm.consistency import check_equal
 from lightning_zero.construction.building import move_all_but_parameters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.fabric.module import SyncControl, ZeroModule, engines_in_graph, is_part
@@ -43,8 +42,7 @@ from lightning_zero.fabric.precision import autocast_dtype, checked_precision
 from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import WaitLimits, ZeroConfig
-from lightning_zero.layout.mesh import Mesh
-from lightning_zero.strategy.processes import Processes, StartMethod, check_numbering
+from lightning_zero.strategy.processes import Processes, StartMethod
 from lightning_zero.strategy.saving import (
     CheckpointType,
     ZeroCheckpointIO,
@@ -210,18 +208,14 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
 
     @override
     def _configure_launcher(self) -> None:
-        group_size = self.config.group_size(local_world_size=self.num_processes)
-        Mesh.of(0, self.num_ranks, group_size)  # raises for a wrong size
+        self._check_group_size(self.config)
         super()._configure_launcher()
 
     @override
     def setup_environment(self) -> None:
         self._settings.check_folders()
         super().setup_environment()
-        if self.config.sharding_group_size == "node":
-            check_numbering(self.global_rank, self.node_rank, self.num_processes)
-        compared = self._settings.describe() | {"precision": str(self.precision.precision)}
-        check_equal(self.gather_for("the settings of all ranks")({"ZeroStrategy": compared}))
+        self._compare_settings(self._settings, str(self.precision.precision))
         self._open_batch_group()
 
     @override

@@ -6,6 +6,7 @@
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store
     regroup       how the ranks agree whether to continue after a failure
+    waits         waits of this process, announced by engines or found in its frames
     reports       status of every rank, reported after a long wait
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank raises an

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_zero.health.reports import is_collective_call
+from lightning_zero.health.waits import is_collective_call
 
 __all__ = [
     "DESYNC_HINT",

@@ -27,7 +27,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -57,7 +56,8 @@ from lightning_zero.health.peers import (
     poll_interval_s,
 )
 from lightning_zero.health.regroup import Regroup
-from lightning_zero.health.reports import LogEntry, Reports, Wait, Waits
+from lightning_zero.health.reports import LogEntry, Reports
+from lightning_zero.health.waits import Wait, Waits
 from lightning_zero.health.world import disconnect_groups, disconnect_store, end_at_exit
 from lightning_zero.layout.config import WaitLimits
 
@@ -94,7 +94,7 @@ class Watchdog:
             with exit code 3"; returns None if it does not know.
 
     Attributes:
-        waits: Waits of this process, and its count of collectives.
+        waits: Waits of this process, and its count of collectives; `waiting` is a method of it.
         can_regroup: Whether the ranks regroup after a failure.
     """
 
@@ -111,7 +111,14 @@ class Watchdog:
         self._rank = rank
         self._size = size
         self._name = f"lightning_zero/{name}"
-        self.waits = Waits(threading.get_ident(), self._name, self._find_other_waits)
+        self.waits = Waits(
+            threading.get_ident(),
+            self._name,
+            self._find_other_waits,
+            raise_failure=self.raise_if_failed,
+            raise_cause=self._raise_cause,
+        )
+        self.waiting = self.waits.waiting
         self._limits = limits = limits or WaitLimits()
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
@@ -137,7 +144,6 @@ class Watchdog:
         self._store: Any = None  # None: lost, or never opened
         self._world: Any = None  # the default group; the watchdog ends with it
         self._store_lost_at: float | None = None  # time.monotonic()
-        self._is_silence_reported = False  # the store's, in the current request
         self._heartbeats: Heartbeats | None = None  # None: silence alone ends nothing
         self._shared_log = StoreLog(f"{self._name}/log")
         self._ends = ScriptEnds()
@@ -203,28 +209,6 @@ class Watchdog:
     def _moment(self) -> str:
         describe = self._status_source() if self._status_source is not None else None
         return describe() if describe is not None else ""
-
-    def waiting(
-        self,
-        name: str,
-        *,
-        is_engine_group: bool = True,
-        is_data_transfer: bool = False,
-        is_one_way: bool = False,
-        number: int = 0,
-    ) -> AbstractContextManager[None]:
-        """Context in which this thread waits for other ranks. See `Wait`.
-
-        Raises:
-            PeerAbortedError: Another rank, or this one, has failed.
-            DesynchronizedError: Another rank does not join.
-        """
-        if self._death is not None or self._aborts:
-            self.raise_if_failed()
-        wait = Wait(
-            name, time.monotonic(), is_engine_group, is_data_transfer, is_one_way, number=number
-        )
-        return self.waits.announced(wait, partial(self._raise_cause, name))
 
     def _raise_cause(self, name: str, error: RuntimeError) -> None:
         """Raises the cause of a failed wait for `name`, if it is not `error` itself."""
@@ -439,26 +423,15 @@ class Watchdog:
             self._append({"kind": "dead", "rank": rank, "text": text})
 
     def _is_store_lost(self, place: str, seconds: float) -> bool:
-        """Returns whether a request to the store has waited too long; reports a long wait once.
-
-        Without the store the other ranks cannot get this rank's status, so it logs that itself.
-        """
-        limits = self._limits
-        if limits.report_s is None or seconds <= limits.report_s:
-            self._is_silence_reported = False
-        elif not self._is_silence_reported:
-            self._is_silence_reported = True
-            head = (
-                f"the ranks' store ({place}) has not answered rank {self._rank} for {seconds:.0f} "
-                "s: its process is stopped, or its node cannot be reached. What this rank is doing:"
-            )
-            _log.warning("%s", "\n  ".join([head, *self._reports.status().lines()]))
-        if limits.lost_s is None or seconds <= limits.lost_s or not self._is_needed:
+        """Returns whether a request to the store has waited too long; reports a long wait once."""
+        self._reports.log_silence(place, seconds)
+        lost_s = self._limits.lost_s
+        if lost_s is None or seconds <= lost_s or not self._is_needed:
             return False
         if self.failure is None:
             self._record_death(
                 None,
-                f"the ranks' store ({place}) has not answered for {limits.lost_s:g} s "
+                f"the ranks' store ({place}) has not answered for {lost_s:g} s "
                 "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached",
             )
         return True
@@ -526,6 +499,7 @@ class Watchdog:
 
     def _on_failure(self) -> None:
         """Ends all waits in the engine after a failure of the current epoch."""
+        self.waits.note_failure()
         if self.failure is None:
             return  # it belongs to a later epoch
         self._failed_at = time.monotonic()

@@ -237,7 +237,7 @@ class Audit(SavingCallback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         engine = zero_strategy(trainer, self).engine
-        if self._replica is not None and not engine.schedule.is_accumulating:
+        if self._replica is not None and not engine.coordinator.is_accumulating:
             self._replica.compare_gradients()
 
     @override

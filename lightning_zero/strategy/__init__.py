@@ -2,13 +2,14 @@
 
 Imports the engine, checkpoint, planner, deepspeed and launch.
 
-    strategy          `ZeroStrategy`, which a user gives the Trainer; saving and loading of states
+    strategy          `ZeroStrategy`, which a user gives the Trainer: its options
     settings          arguments: their checks, the choice of stage "auto". Wrong settings are errors
                       before any process group; a model that does not fit into memory is an error
                       in set-up
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
                       module after a fit
-    saving            saving of checkpoints, full and sharded
+    checkpointing     Lightning's calls that save and load checkpoints
+    saving            saves, full and sharded
     loading           loading of modules from checkpoints of every format, without a Trainer
     finite            checkpoints with and without non-finite parameters
     processes         identity and connection of ranks, and collectives on WORLD
@@ -23,5 +24,5 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     tracebacks        one traceback for ranks that fail in the same way
     patches           temporary patches of methods of Lightning's objects
 
-Begin with `strategy`, then `engine_strategy`.
+Begin with `strategy`, then `engine_strategy` and `checkpointing`.
 """

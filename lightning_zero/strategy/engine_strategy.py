@@ -54,12 +54,11 @@ from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.launch.children import release_children
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
-from lightning_zero.strategy.processes import ProcessStrategy, check_numbering
+from lightning_zero.strategy.processes import ProcessStrategy
 from lightning_zero.strategy.requeue import RequeuedExit
 from lightning_zero.strategy.settings import Hardware, Settings
 from lightning_zero.strategy.tracebacks import shorten_traceback
@@ -170,14 +169,10 @@ class EngineStrategy(ProcessStrategy):
 
     # ---------------------------------------------------------------- before the engine
 
-    @property
-    def _group_size(self) -> int | None:
-        return self.config.group_size(local_world_size=self.num_processes)
-
     @override
     def _configure_launcher(self) -> None:
         self._settings.check_folders()
-        Mesh.of(0, self.num_ranks, self._group_size)  # raises for a wrong group size
+        self._check_group_size(self.config)
         super()._configure_launcher()
 
     @override
@@ -186,8 +181,8 @@ class EngineStrategy(ProcessStrategy):
         if self.world_size == 1:  # Lightning advises sync_dist wherever there is a process group
             advice = r"It is recommended to use `self\.log\(.*sync_dist=True"
             warnings.filterwarnings("ignore", advice)
-        if self.config.sharding_group_size == "node":
-            check_numbering(self.global_rank, self.node_rank, self.num_processes)
+        self._compare_settings(self._settings, str(self.precision_plugin.precision))
+        self._open_batch_group()
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -411,7 +406,7 @@ class EngineStrategy(ProcessStrategy):
             return True
         if self._has_regrouped is None:
             deadline = min(self._timeout or REGROUP_TIMEOUT, REGROUP_TIMEOUT)
-            self._has_regrouped = self._engine._regroup(deadline, sys.exc_info()[1])
+            self._has_regrouped = self._engine.regroup(deadline, sys.exc_info()[1])
         return self._has_regrouped
 
     @override
@@ -461,7 +456,7 @@ class EngineStrategy(ProcessStrategy):
             else:
                 engine.comm.close()
         else:
-            engine._abort()
+            engine.abort()
             if self._averages is not None:
                 self._averages.restore_methods()
         self._engine = self._averages = None

@@ -24,6 +24,7 @@ from lightning_zero._lightning.fabric import (
     reset_seed,
 )
 from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy, TBroadcast
+from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
 from lightning_zero.health.together import Gather, run_on_all_ranks
 from lightning_zero.health.watchdog import Watchdog
@@ -36,11 +37,12 @@ from lightning_zero.health.world import (
 )
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
-from lightning_zero.layout.config import WaitLimits, as_timeout
+from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
+from lightning_zero.layout.mesh import Mesh
 from lightning_zero.strategy.batch_group import BatchGroup, check_batch_group_size
 from lightning_zero.strategy.requeue import with_requeueing
 from lightning_zero.strategy.resume import with_resolved_ckpt_path
-from lightning_zero.strategy.settings import check_backend
+from lightning_zero.strategy.settings import Settings, check_backend
 
 __all__ = ["ProcessStrategy", "Processes", "StartMethod", "check_numbering"]
 
@@ -210,6 +212,20 @@ class Processes(_Base):
             can_regroup=self._can_regroup,
             describe_exit=how_child_ended,
         )
+
+    def _check_group_size(self, config: ZeroConfig) -> None:
+        """Raises if the size of shard groups does not divide the number of ranks."""
+        Mesh.of(0, self.num_ranks, config.group_size(local_world_size=self.num_processes))
+
+    def _compare_settings(self, settings: Settings, precision: str) -> None:
+        """Raises if a setting differs between ranks. Collective.
+
+        Called before the first collective that depends on a setting.
+        """
+        if settings.config.sharding_group_size == "node":
+            check_numbering(self.global_rank, self.node_rank, self.num_processes)
+        compared = settings.describe() | {"precision": precision}
+        check_equal(self.gather_for("the settings of all ranks")({"ZeroStrategy": compared}))
 
     def _open_batch_group(self) -> None:
         """Makes the process groups of batch groups; ranks have compared settings. Collective."""

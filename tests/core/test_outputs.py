@@ -226,7 +226,7 @@ def _units_left_unsharded(rank: int, world_size: int) -> list[str]:
     loss = module(x * 2)
     seen: list[str] = []
     x.register_hook(
-        lambda _: seen.extend(u.name for u in engine.schedule.units[1:] if u.is_unsharded)
+        lambda _: seen.extend(u.name for u in engine.coordinator.units[1:] if u.is_unsharded)
     )
     for _ in range(2):
         engine.backward(loss, retain_graph=True)

@@ -144,7 +144,7 @@ def test_a_collective_that_is_not_in_the_first_pass_does_not_deadlock(steps):
 def _announce(rank, world_size):
     net = Net()
     engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
-    order = engine.schedule.order
+    order = engine.coordinator.order
     order.announce_collective("a norm" if rank else "a sum")
     with pytest.raises(RuntimeError, match=r"reached a (norm|sum), and another rank"):
         order.barrier("the end")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from lightning_zero.core.schedule import TrainingState
+from lightning_zero.core.coordinator import TrainingState
 from tests.support.cells import ANY_STAGE, SHARDED_STAGE
 from tests.support.ranks import run_ranks
 
@@ -468,13 +468,13 @@ def _put_wrong_data(rank, world_size):
         module[0].weight.data = torch.zeros(3)
         with pytest.raises(ValueError, match=r"0\.weight"):
             use()
-        assert engine.schedule.training_state is TrainingState.IDLE
+        assert engine.coordinator.training_state is TrainingState.IDLE
         with gathered(module, writeback=True):  # refused in the middle of a step
             nn.init.constant_(module[0].weight, 0.5)
         engine.backward(use())
         engine.step()
         engine.zero_grad()
-        assert engine.schedule.training_state is TrainingState.IDLE
+        assert engine.coordinator.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
         assert engine.buckets[0].aliases(module[0].weight.data)
@@ -515,7 +515,7 @@ def _put_parameter(rank, world_size, stage):
     for _ in range(2):
         with engine.no_sync():
             engine.backward(module(x, "a"))
-    assert engine.schedule.reducer.is_mid_step
+    assert engine.coordinator.reducer.is_mid_step
     engine.step()
     module.c = nn.Linear(4, 3)
     with engine.no_sync(), pytest.raises(RuntimeError, match=r"c\.weight was added to the module"):
@@ -551,7 +551,7 @@ def _fail_with_wrong_data(rank, world_size):
             pytest.raises(ArithmeticError),
         ):
             use_and_spoil()
-        assert engine.schedule.training_state is TrainingState.IDLE
+        assert engine.coordinator.training_state is TrainingState.IDLE
         assert not any(bucket.is_unsharded for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()
@@ -619,7 +619,7 @@ def _want_some(rank, world_size, stage):
         assert not any(b.is_unsharded for b in engine.buckets if b.shards_params)
         engine.zero_grad()
         plain.zero_grad()
-        assert not any(unit.stays_unsharded for unit in engine.schedule.units[1:])
+        assert not any(unit.stays_unsharded for unit in engine.coordinator.units[1:])
 
 
 @pytest.mark.parametrize("stage", SHARDED_STAGE)

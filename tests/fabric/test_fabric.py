@@ -209,9 +209,9 @@ def _frozen_gan(rank, world_size, strategy):
         optimizer_g.step()
         optimizer_g.zero_grad()
         if strategy == "zero3":
-            schedule = fabric.strategy.engine_of(discriminator).schedule
-            assert schedule.training_state.name == "IDLE"
-            assert not any(unit.buckets and unit.is_unsharded for unit in schedule.units)
+            coordinator = fabric.strategy.engine_of(discriminator).coordinator
+            assert coordinator.training_state.name == "IDLE"
+            assert not any(unit.buckets and unit.is_unsharded for unit in coordinator.units)
         discriminator.requires_grad_(True)
         fabric.backward(discriminator(fake.detach()).square().mean())
         optimizer_d.step()

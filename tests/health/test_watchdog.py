@@ -26,7 +26,8 @@ from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
 from lightning_zero.health.failures import DesynchronizedError, PeerAbortedError
 from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
-from lightning_zero.health.reports import RankStatus, is_one_way, report, user_frames
+from lightning_zero.health.reports import report
+from lightning_zero.health.waits import RankStatus, is_one_way, user_frames
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups
 from lightning_zero.layout.config import WaitLimits
@@ -513,7 +514,7 @@ def test_calls_of_the_package_are_not_the_users():
 
 _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED = """
 import gc, sys, threading, time
-from lightning_zero.health.reports import Waits
+from lightning_zero.health.waits import Waits
 
 main = threading.get_ident()
 waits = Waits(main)

@@ -259,11 +259,11 @@ launch.children sys.excepthook
 optim.clone copy.state
 optim.state_view optimizer.state
 optim.step self.optimizer.state
+strategy.checkpointing launcher.procs
+strategy.checkpointing self._checkpoint_io.checkpoint_io
 strategy.loops exception.code
 strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
-strategy.strategy launcher.procs
-strategy.strategy self._checkpoint_io.checkpoint_io
 strategy.tracebacks sys.excepthook
 tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning

@@ -34,10 +34,10 @@ class UnitWitness(Callback):
         self.after_backward = 0
 
     def on_train_start(self, trainer, pl_module):
-        schedule = getattr(getattr(trainer.strategy, "engine", None), "schedule", None)
-        if schedule is None:
+        coordinator = getattr(getattr(trainer.strategy, "engine", None), "coordinator", None)
+        if coordinator is None:
             return
-        self.units = [unit for unit in schedule.units[1:] if unit.buckets]
+        self.units = [unit for unit in coordinator.units[1:] if unit.buckets]
         self.num_units = len(self.units)
         for unit in self.units:
             unit.module.register_forward_hook(self.count)

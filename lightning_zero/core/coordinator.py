@@ -1,4 +1,4 @@
-"""The schedule of a step: when each bucket is unsharded, resharded and reduced.
+"""Coordinates a step on this rank: when units are unsharded and resharded, and buckets reduced.
 
 [Note: Streams] core/order.py explains in which order all-gathers and reductions are issued, and
 why no rank hangs. On this rank:
@@ -30,7 +30,6 @@ shard from CPU memory, and its kernel for the peers.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +57,7 @@ from lightning_zero.tensors.guarded import (
     has_unmanaged_parameters,
 )
 
-__all__ = ["TrainingState", "Schedule", "is_compiled"]
+__all__ = ["StepCoordinator", "TrainingState", "is_compiled"]
 
 
 class TrainingState(Enum):
@@ -70,14 +69,14 @@ class TrainingState(Enum):
     LOST = "after other ranks were lost"
 
 
-class Schedule:
+class StepCoordinator:
     """Runs each moment of a step: the hooks of the module and the training loop call its methods.
 
     Attributes:
         units: All units, the root first.
         order: The collective order of all ranks.
-        unsharder: Unshards and prefetches the units.
-        reducer: Reduces the gradients.
+        unsharder: Unshards and prefetches the units; the order calls its `issue_unshard`.
+        reducer: Reduces the gradients; the order calls its `issue_reduction`.
         shared: Buffers that are copied from rank 0.
         is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
@@ -101,6 +100,8 @@ class Schedule:
         )
         self.unsharder = Unsharder(units, self.order, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
+        self.issue_unshard = self.unsharder.issue_unshard
+        self.issue_reduction = self.reducer.issue_reduction
         self.is_accumulating = False
         self._module = module
         self._buckets = list(buckets)
@@ -112,7 +113,8 @@ class Schedule:
         self._retain_graph = False  # the backward in progress keeps its graph
         self._has_forward = False  # one with gradients, since the last backward
         self._depth = 0  # of nested `open` calls: the strategy's, the root module's
-        self._is_in_backward = self._is_lost = False
+        self._is_in_backward = False  # this rank is inside `backward_context`
+        self._is_lost = False
         self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
@@ -262,15 +264,15 @@ class Schedule:
         try:
             self.open(is_step=True)
             yield
-        except BaseException:
-            self.reset()
+        except BaseException as error:
+            self.reset(error)
             raise
         self.close()
 
-    def root_post_forward(self, *, has_failed: bool) -> None:
-        """After a call of the root module, which `open` began; it may have raised an exception."""
-        if has_failed and self._depth == 1 and not self._is_in_backward:
-            self.reset()
+    def root_post_forward(self, error: BaseException | None) -> None:
+        """After a call of the root module, which `open` began; `error`: what it has raised."""
+        if error is not None and self._depth == 1 and not self._is_in_backward:
+            self.reset(error)
         else:
             self.close()
 
@@ -350,8 +352,8 @@ class Schedule:
             self._begin_backward(reduces)
             yield
             self._finalize_backward()
-        except BaseException:
-            self.reset()
+        except BaseException as error:
+            self.reset(error)
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
@@ -369,7 +371,6 @@ class Schedule:
             self.reducer.note_last_pass()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin_backward(trainable)
-        self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
@@ -431,25 +432,23 @@ class Schedule:
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
         self.reducer.report_nonfinite()
 
-    # ---------------------------------------------------------------- called by the order
-
-    def issue_unshard(self, unit: int, *, is_kept: bool) -> None:
-        """Issues the all-gather of unit number `unit`. Collective."""
-        self.unsharder.issue_unshard(self.units[unit], is_kept=is_kept)
-
-    def issue_reduction(self, bucket: int) -> None:
-        """Issues the reduction of bucket number `bucket`. Collective."""
-        self.reducer.reduce(self._buckets[bucket])
-
     # ---------------------------------------------------------------- failures
 
-    def reset(self, *, has_regrouped: bool = False, warns: bool = True) -> Exception | None:
+    def reset(
+        self,
+        error: BaseException | None = None,
+        *,
+        has_regrouped: bool = False,
+        warns: bool = True,
+    ) -> Exception | None:
         """Drops what a failed pass has left, and reshards all units. Local.
 
         In this order: the pass of the collective order; units; each bucket, also if another one
         fails, because data of a wrong shape was assigned for example; the reducer.
 
         Args:
+            error: What has ended the pass. After an `Exception`, ranks that do not regroup issue
+                the rest of the schedule first: other ranks may follow it.
             has_regrouped: Whether all ranks have regrouped. Collectives in flight never end then,
                 and `Bucket.unshard_again` follows.
             warns: Warn of the first failure, so that the user sees the exception before it.
@@ -465,11 +464,11 @@ class Schedule:
         if has_regrouped:
             self.order.restart()
         else:
-            if not self._comm.can_regroup and isinstance(sys.exc_info()[1], Exception):
-                try:  # other ranks may follow the same schedule
+            if not self._comm.can_regroup and isinstance(error, Exception):
+                try:
                     self.order.flush_schedule()
-                except Exception as error:
-                    errors.append(error)
+                except Exception as failure:
+                    errors.append(failure)
             self.order.reset()
         self.unsharder.end_backward()
         for bucket in self._buckets:
