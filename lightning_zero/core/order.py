@@ -189,12 +189,6 @@ class CollectiveOrder:
         return self._pass is not None and self._pass.is_training
 
     @property
-    def is_in_backward(self) -> bool:
-        """Whether this rank has begun the backward of the pass whose events it issues."""
-        one = self._ended or self._pass
-        return one is not None and one.in_backward
-
-    @property
     def last_pass(self) -> int:
         """Hash of the last training pass, on which the next one may depend; 0: it does not.
 

@@ -54,6 +54,7 @@ class Reducer:
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         self.guard = NonfiniteGuard(buckets, comm, config)
         self._has_nonfinite = False  # on any rank, in this backward
+        self._is_in_backward = False  # this rank's own: the order may follow a pass of others
         self._trainable: Trainable = ()  # in this backward
         self.ends_step = True
         self.shards_params = config.states.shards_params
@@ -91,6 +92,7 @@ class Reducer:
 
     def begin_backward(self, trainable: Trainable) -> None:
         """Detaches reduced gradients from `.grad`. Local."""
+        self._is_in_backward = True
         self._completed = []
         self._trainable = trainable
         touched = self._last_touched(trainable) or {}
@@ -152,6 +154,7 @@ class Reducer:
             self.guard.look_at_local()
             for bucket in self._buckets:
                 bucket.grads.set_param_grads()  # no reduction in this micro-batch
+        self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         grads = [bucket.grads for bucket in self._buckets]
@@ -169,7 +172,7 @@ class Reducer:
         self._touched.clear()  # ranks may differ
         self.in_flight = None
         self._reduced = set()
-        self.is_mid_step = False
+        self._is_in_backward = self.is_mid_step = False
         if has_regrouped:
             self._is_sequence_agreed = False
             self._sequence = list(reversed(self._buckets))
@@ -182,7 +185,7 @@ class Reducer:
         Collective.
         """
         bucket = self._buckets[number]
-        if self._order.is_in_backward:
+        if self._is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:
             bucket.grads.reduce_zeros(averages=self.ends_step and self._overlaps)

@@ -275,7 +275,7 @@ class Unsharder:
             for one in unsharded:
                 num_passing += not one.stays_unsharded
                 live += one.numel
-            # Without a budget, at most one is prefetched; units stay after forward if not resharded.
+            # Without a budget, at most one is prefetched; others may stay from their forward on.
             if budget is not None:
                 is_too_far = ahead > budget
             elif config.reshard_after_forward is False:
