@@ -510,7 +510,7 @@ class Bucket:
 
         if has_regrouped and self._discard_unshard() and not self.shards_params:
             self._set_phase(Phase.UNSHARDED)
-        attempt(partial(self._leave_failed_step, all_gathers=not has_regrouped))
+        attempt(partial(self._leave_failed_step, communicates=not has_regrouped))
         attempt(self.shards.stop_reading)
         attempt(self.grads.reset)
         # data that a reshard refused is dropped, so the next attempt succeeds
@@ -519,19 +519,19 @@ class Bucket:
                 break
         return errors
 
-    def _leave_failed_step(self, *, all_gathers: bool) -> None:
+    def _leave_failed_step(self, *, communicates: bool) -> None:
         """Returns to the idle phase after an optimizer failed in its step.
 
-        `all_gathers`: whether this issues the all-gather of changed replicated parameters.
+        `communicates`: whether this issues the collectives at the end of a step, for which other
+        ranks may wait. Without them, full tensors that were stepped are dropped.
         """
         try:
             self.wait_for_step()
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
         if self.phase is Phase.STEP:
-            # Stepped full tensors are dropped: other ranks may not send theirs.
-            is_changed = self.shards.full_tensors is None
-            self.leave_step(is_changed=is_changed, all_gathers=all_gathers)
+            is_changed = communicates or self.shards.full_tensors is None
+            self.leave_step(is_changed=is_changed, all_gathers=communicates)
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 

@@ -21,15 +21,13 @@ class Arriving:
 
     Args:
         finish: Returns the tensor, called once the all-to-all is done.
-        pending: The all-to-all; None: the tensor is complete.
+        pending: The all-to-all.
         comm: Communicator of the all-to-all.
     """
 
-    def __init__(
-        self, finish: Callable[[], Tensor], pending: Pending | None, comm: Communicator
-    ) -> None:
+    def __init__(self, finish: Callable[[], Tensor], pending: Pending, comm: Communicator) -> None:
         self._finish = finish
-        self._pending = pending
+        self._pending: Pending | None = pending  # None: it is done
         self._comm = comm
 
     def wait(self) -> Tensor:
@@ -49,8 +47,6 @@ class Arriving:
 class FullTensors:
     """Sends shards of one bucket to the owners of its tensors, and full tensors back.
 
-    With one shard, nothing is sent, and the shard is the full tensors.
-
     Attributes:
         layout: Positions of this rank's full tensors, and of all tensors in its shard.
     """
@@ -59,7 +55,6 @@ class FullTensors:
         self.layout = layout
         self._comm = comm
         self._name = name
-        self._is_local = layout.layout.world_size == 1
 
     def collect(self, shard: Tensor) -> Arriving:
         """Begins to collect this rank's full tensors, in `layout`. Collective: every rank.
@@ -67,8 +62,6 @@ class FullTensors:
         `shard`: this rank's shard of a flat tensor of the bucket: 1-D, on any device. The result is
         on the same device.
         """
-        if self._is_local:
-            return Arriving(lambda: shard, None, self._comm)
         layout, device = self.layout, self._comm.device
         parts = [shard[own.start : own.stop] for parts in layout.shard_parts for own in parts]
         sent = torch.cat(parts) if parts else shard.new_empty(0)
@@ -86,8 +79,6 @@ class FullTensors:
             shard: 1-D, on any device; written when the result is waited for. Padding at the end of
                 the bucket is left as it is.
         """
-        if self._is_local:
-            return Arriving(lambda: shard, None, self._comm)
         layout, device = self.layout, self._comm.device
         received = torch.empty(sum(layout.shard_numels), dtype=full.dtype, device=device)
         pending = self._comm.all_to_all(

@@ -40,7 +40,7 @@ from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.lazy import read_flat
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -392,11 +392,9 @@ class Gradients:
         upcast = self._split_by_slot(self.main_grad.to(dtype))
         return [None if grad is None else part for grad, part in zip(fetched, upcast, strict=True)]
 
-    def read_mean(self) -> Tensor:
-        """The main gradient, 1-D, own elements; a copy if it is in a file, zeros without one."""
-        if self.main_grad is None:
-            return self._zeros()
-        return self.main_grad.read() if isinstance(self.main_grad, LazyTensor) else self.main_grad
+    def mean(self) -> Tensor:
+        """The main gradient, 1-D, own elements; a LazyTensor of a file, zeros without one."""
+        return self._zeros() if self.main_grad is None else self.main_grad
 
     def apply_(
         self, change: Callable[[Tensor], object], indices: Sequence[int] | None = None

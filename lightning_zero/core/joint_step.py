@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.shards import Shards
 from lightning_zero.tensors.guarded import unguard
-from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.lazy import read_flat
 
 __all__ = ["JointStep", "StepTensors"]
 
@@ -59,7 +59,7 @@ class JointStep:
         """
         shards, full = self._shards, self._shards.full_tensors
         means: list[Tensor | None] = [None] * len(self._parameters)
-        if has_grads:
+        if has_grads and full is None:
             means = self._grads.fetch_all(shards.plan.master_dtype)
         shards.before_write()
         store = shards.ensure_master()
@@ -68,17 +68,18 @@ class JointStep:
             empty = master.new_empty(full.layout.numel)
             values = full.collect(master).wait() if has_values else empty
             if has_grads:
-                own = full.collect(self._grads.read_mean()).wait()
+                has_mean = [self._grads.fetch(index) is not None for index in range(len(means))]
+                mean = read_flat(self._grads.mean(), 0, store.numel)
+                own = full.collect(mean).wait()
                 parts = full.layout.split(own.to(master.dtype))
-                pairs = zip(means, parts, strict=True)
-                means = [None if mean is None else part for mean, part in pairs]
+                means = [part if has else None for part, has in zip(parts, has_mean, strict=True)]
         grads: list[Tensor | None] = []
-        for index, mean in enumerate(means):
-            if mean is None or not shards.step_layout.is_stepped[index]:
+        for index, part in enumerate(means):
+            if part is None or not shards.step_layout.is_stepped[index]:
                 grads.append(None)
                 continue
-            mean = mean.read() if isinstance(mean, LazyTensor) else mean
-            grads.append(mean.to(master.device).view(shards.step_layout.shapes[index]))
+            part = read_flat(part, 0, part.numel())
+            grads.append(part.to(master.device).view(shards.step_layout.shapes[index]))
         return StepTensors(master, values, grads)
 
     def begin(self, tensors: StepTensors, *, has_grads: bool) -> None:

@@ -53,7 +53,8 @@ class Shards:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Own elements.
         step_layout: Elements that this rank steps: own ones, or the full tensors that it owns.
-        full_tensors: Exchange of full tensors in a step; None: own elements are stepped.
+        full_tensors: Exchange of full tensors in a step; None: own elements are stepped, or this is
+            the only shard.
         param_shard: Store of this rank's parameters: 1-D, own elements. A slice of the unsharded
             buffer, in the parameter dtype, or `all_gather_input`.
         all_gather_input: Store of the shard that an all-gather sends, cast to the parameter dtype
@@ -84,7 +85,8 @@ class Shards:
         self.full_tensors: FullTensors | None = None
         if plan.layout.has_tensor_owners and not self.replicates_optim:
             self.step_layout = owned = OwnedLayout(plan.layout, rank)
-            self.full_tensors = FullTensors(owned, comm, plan.name)
+            if comm.mesh.num_shards > 1:
+                self.full_tensors = FullTensors(owned, comm, plan.name)
         self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
         self.all_gather_input: ShardStore | None = None
         self.master: ShardStore | None = None
@@ -108,7 +110,7 @@ class Shards:
     @property
     def has_tensor_owners(self) -> bool:
         """Whether each parameter is stepped as a full tensor by the one rank that owns it."""
-        return self.full_tensors is not None
+        return isinstance(self.step_layout, OwnedLayout)
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
         """The own elements of an unsharded buffer: 1-D, a view."""

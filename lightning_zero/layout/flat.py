@@ -30,7 +30,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import repeat
 
 from torch import Tensor
 
@@ -82,7 +81,7 @@ class FlatLayout:
         cls,
         shapes: Iterable[tuple[str, tuple[int, ...]]],
         world_size: int,
-        owners: Iterable[int] | None = None,
+        owners: Sequence[int] | None = None,
     ) -> FlatLayout:
         """Lays named shapes out one after another and pads the end to `world_size` equal shards.
 
@@ -90,8 +89,9 @@ class FlatLayout:
         """
         slots = []
         stop = 0
-        by_slot: Iterable[int | None] = repeat(None) if owners is None else owners
-        for (name, shape), owner in zip(shapes, by_slot, strict=False):
+        named = list(shapes)
+        by_slot: Sequence[int | None] = [None] * len(named) if owners is None else owners
+        for (name, shape), owner in zip(named, by_slot, strict=True):
             slots.append(Slot(name, tuple(shape), _aligned(stop), owner))
             stop = slots[-1].stop
         shard_numel = _aligned(max(1, math.ceil(stop / world_size)))

@@ -33,7 +33,7 @@ from lightning_zero.optim.state import check_sliced_states
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tiers.pipeline import FileRange
 from lightning_zero.tiers.storage import FileShardStore
 
@@ -111,7 +111,7 @@ def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
 
 def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     """Stores of a bucket that are files and pass through buffers, by name."""
-    if bucket.shards.full_tensors is not None:
+    if bucket.shards.has_tensor_owners:
         return {}  # a chunk could end within a tensor, so the shard is read and written at once
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
     if bucket.shards.has_separate_master:
@@ -129,7 +129,7 @@ class BucketStep:
         device: Device on which the chunks are stepped.
         grads: Gradients by slot, of the slots that this rank steps; with tensor owners, this rank's
             elements of them.
-        mean: Gradients of all slots, 1-D, own elements, if there are tensor owners.
+        mean: Gradients of all slots, 1-D, own elements, if full tensors are exchanged; else None.
         is_in_chunks: Whether slices may be stepped in several parts.
         new_states: States in memory after the chunks so far, by slot.
     """
@@ -144,7 +144,7 @@ class BucketStep:
             is_stepped = bucket.shards.step_layout.is_stepped[index]
             if grad is not None and is_stepped and parameter in clone.group_of:
                 self.grads[index] = grad
-        self.mean = None if bucket.shards.full_tensors is None else bucket.grads.read_mean()
+        self.mean = None if bucket.shards.full_tensors is None else bucket.grads.mean()
         self._move_states()
         self.new_states: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
@@ -204,7 +204,7 @@ class ChunkStep:
         if self._exchange is not None:
             assert self.bucket_step.mean is not None
             self._master = stored
-            for shard in (stored, self.bucket_step.mean):
+            for shard in (stored, read_flat(self.bucket_step.mean, 0, stored.numel())):
                 self._arriving.append(self._exchange.collect(shard))
             return
         self._master = self._to_device(stored)
@@ -382,8 +382,10 @@ def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
         slices = [one for step in steps for one in step.load(views)]
+        clone = steps[0].bucket_step.clone
         if slices:
-            steps[0].bucket_step.clone.step(slices)
+            # Other ranks wait for what follows an exception, with full tensors.
+            (clone.step if steps[0].bucket_step.mean is None else clone.try_step)(slices)
         for step in steps:
             step.start_store()
         for step in steps:

@@ -159,10 +159,12 @@ class OptimizerClone:
     Attributes:
         optimizer: The user's optimizer.
         group_of: Index of the parameter group, by parameter.
+        error: Exception that `try_step` has kept.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.error: Exception | None = None
         self.group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], index))
@@ -174,6 +176,14 @@ class OptimizerClone:
         """Settings and attributes for steps on the CPU."""
         groups = [scalars_to_cpu(settings) for settings in self._groups]
         return groups, scalars_to_cpu(self._attributes)
+
+    def try_step(self, slices: Sequence[Slice]) -> None:
+        """As `step`, but keeps an exception in `error`; after one, nothing is stepped."""
+        if self.error is None:
+            try:
+                self.step(slices)
+            except Exception as error:
+                self.error = error
 
     def step(self, slices: Sequence[Slice]) -> None:
         """Steps `slices`, which are on one device. See [Note: Stand-ins]."""

@@ -208,8 +208,8 @@ class OptimizerStep:
     def _on_slices(self, call: str) -> Iterator[None]:
         """Context in which parameters and states are slices; operators on full tensors raise."""
         members = parameters_of(self.optimizer)
+        self._enter(has_grads=False)
         for bucket in self._stepping:
-            bucket.enter_step(has_grads=False)
             if bucket.shards.keeps_states_in_files:
                 swap_in_states(self.optimizer, bucket)
         slices: list[Tensor] = []
@@ -272,6 +272,12 @@ class OptimizerStep:
         self._uninstall_state_view()
         self._is_inside = True
         self._stepping = self._own_buckets()
+        self._enter(has_grads=has_grads)
+
+    def _enter(self, *, has_grads: bool) -> None:
+        """Enters the step of all buckets in `_stepping`. Collective with tensor owners."""
+        for bucket in self._stepping[:1]:
+            bucket.wait_for_all_steps()  # the worker of another optimizer communicates, too
         for bucket in self._stepping:
             bucket.enter_step(has_grads=has_grads)
 
@@ -306,7 +312,7 @@ class OptimizerStep:
         has_grads = [not with_grad.isdisjoint(bucket.parameters) for bucket in buckets]
         for bucket in buckets:
             is_member = not members.isdisjoint(bucket.parameters)
-            if is_member and bucket.shards.has_tensor_owners:
+            if is_member and bucket.shards.full_tensors is not None:
                 # The step is collective, also where one rank alone has dropped its gradients.
                 has_grads = bucket.comm.control.union(has_grads)
                 break
@@ -327,8 +333,7 @@ class OptimizerStep:
                     for parameter in bucket.parameters:
                         parameter.grad = None  # so that the step function does nothing
         else:
-            for bucket in self._stepping:
-                bucket.enter_step()
+            self._enter(has_grads=True)
             self._move_scalars()
             self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
         return args, kwargs
@@ -415,7 +420,7 @@ class OptimizerStep:
         for bucket in self._stepping:
             # The forward of stage 3 communicates, so there the worker does not: the order would
             # differ between ranks. What needs collectives is stepped at once.
-            is_local = bucket.shards_params and not bucket.shards.has_tensor_owners
+            is_local = bucket.shards_params and bucket.shards.full_tensors is None
             is_overlapped = is_local or not self._reducer.shards_params
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
         if any(bucket.plan.tiers.optim is Tier.NVME for bucket in at_once):
@@ -435,7 +440,7 @@ class OptimizerStep:
             for step in steps:
                 step.bucket.begin_step(loop.add() if worker is not None else None)
                 work.append(step.chunks())
-            run = partial(self._run, loop, buckets, work)
+            run = partial(self._run, loop, buckets, clone, work)
             if worker is not None:
                 worker.submit(loop, run)
             else:
@@ -449,26 +454,36 @@ class OptimizerStep:
             self._worker.drain()
 
     def _run(
-        self, loop: StepLoop, buckets: Sequence[Bucket], work: Sequence[Sequence[ChunkStep]]
+        self,
+        loop: StepLoop,
+        buckets: Sequence[Bucket],
+        clone: OptimizerClone,
+        work: Sequence[Sequence[ChunkStep]],
     ) -> None:
         """Steps every bucket; a bucket counts as stepped when its last writes have been issued."""
         try:
-            self._run_calls(loop, buckets, list(calls_of(work)))
+            self._run_calls(loop, buckets, clone, list(calls_of(work)))
         except BaseException:
             for step in (step for steps in work for step in steps):
                 step.discard()
             raise
+        if clone.error is not None:
+            raise clone.error
 
     def _run_calls(
         self,
         loop: StepLoop,
         buckets: Sequence[Bucket],
+        clone: OptimizerClone,
         calls: Sequence[tuple[int, list[ChunkStep]]],
     ) -> None:
+        rest = list(buckets)
+
         def end_before(number: int) -> None:
-            for bucket in buckets[loop.num_stepped : number]:
-                bucket.end_step()
-                loop.advance()
+            while len(buckets) - len(rest) < number:
+                rest.pop(0).end_step()
+                if clone.error is None:
+                    loop.advance()
 
         in_files: list[Task] = []
         in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
