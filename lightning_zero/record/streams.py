@@ -1,7 +1,6 @@
 """CUDA streams and events: this module alone makes them, looks them up and waits for them.
 
-So all concurrency is visible in one module, which a test that checks the schedule without a device
-replaces.
+So all concurrency is visible in one module. tests/streams checks the schedule without a device.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ all make the same choice, and all of them raise or none does.
 
 [Note: Memory check] A run is refused only if model states alone exceed the total memory, used or
 free. Activations, buffers and other programs are not counted, nor optimizer states that a probe
-does not show. `check_memory=False` disables the check.
+does not show, nor the memory of CUDA and NCCL, which depends on the links between devices.
+`check_memory=False` disables the check.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def aligned_empty(nbytes: int, *, pin: bool) -> Tensor:
     """Allocates uninitialized CPU memory: 1-D, uint8, `nbytes`, at a multiple of 4096.
 
     The pages are mapped directly: `torch.empty(pin_memory=True)` rounds up to a power of two. A
-    forked process gets zeros in place of pinned memory.
+    forked process gets zeros in place of pinned memory. Pinned pages are on the NUMA node of the
+    calling thread, others on that of the thread that first writes to them.
 
     Args:
         nbytes: Bytes to allocate.

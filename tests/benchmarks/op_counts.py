@@ -35,7 +35,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.planner import SHAPES, Decoder
-from lightning_zero.record import streams
 from tests.streams import libraries
 from tests.streams.clocks import HOST, Clocks, Region
 
@@ -186,9 +185,6 @@ def _zero(module: nn.Module, system: str, device: torch.device) -> _Parts:
 def _fsdp2(module: nn.Module, system: str, device: torch.device) -> _Parts:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    cuda: Any = torch.cuda
-    cuda.Stream = lambda priority=0: streams.make_stream(device)
-    cuda.Event = streams.make_event
     with _disable_current_modes():  # its ranks are values
         mesh = dist.init_device_mesh(device.type, (NUM_RANKS,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -156,6 +156,38 @@ def _resume(rank, world_size, factory, options, checkpoint):
     return fit(rank, world_size, settings(1), factory, options, ckpt_path=path)
 
 
+class LooksModule(ResidualModule):
+    """Runs its layers without gradients first, inside the same step.
+
+    With `caches`, autocast keeps its casts of float32 weights between both, as Lightning's plugin
+    did before 2.6 and does again after it (Lightning-AI/pytorch-lightning#21616).
+    """
+
+    def __init__(self, *, caches: bool, looks: bool = True, **kwargs):
+        super().__init__(**kwargs)
+        self.caches, self.looks = caches, looks
+
+    def part_loss(self, part, rank):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=self.caches):
+            for context in (torch.no_grad, torch.inference_mode) if self.looks else ():
+                with context():
+                    super().part_loss(part, rank)
+            return super().part_loss(part, rank)
+
+
+@pytest.mark.default_cases("True-3")
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("caches", [False, True])
+def test_a_forward_without_gradients_in_a_step_of_bf16_mixed_changes_no_gradient(caches, stage):
+    factory = partial(LooksModule, caches=caches, ranks=2, optimizer="adam")
+    spec, options = settings(stage, keep_float32="head"), {"precision": "bf16-mixed"}
+    with_looks = fit_ranks(2, spec, factory, options)
+    without = fit_ranks(2, spec, partial(factory, looks=False), options)
+    assert_same(with_looks, without, rtol=0, atol=0)
+    start = factory().state_dict()
+    assert all(not np.array_equal(v, start[k]) for k, v in with_looks[0].state.items())
+
+
 class Graph(nn.Module):
     """Sums the embeddings of adjacent nodes with an operation that autocast does not cast."""
 

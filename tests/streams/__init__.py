@@ -3,6 +3,9 @@
 clocks      what each stream and the host come after; finds what is not ordered
 fake_cuda   streams, events and memory of a device that is not there, reported to the clocks
 scenarios   what is trained, and how
+limits      which waits of the host and which overlap a scenario may have
 server      a process per scenario, forked from one that has imported torch
+checker     a client of the server
+seeded_faults   faults of the engine, and which of them are found
 device.cpp, accelerator.cpp   what torch's CPU build lacks of CUDA
 """

@@ -7,6 +7,10 @@ pool of the stream on which it was allocated and is used there again at once: wh
 not come after a use on another one, it is a FREE, of page-locked CPU memory a FREE-PINNED. (torch's
 own sanitizer of streams sees no reuse.) What runs on the CPU happens when it is called; what a disk
 moves is a stream of its own, which the host waits for.
+
+[Note: Overlap] A stream may still be at work while an operation runs on the compute stream that
+does not come after the last operation of the other stream. How many operations of compute run
+beside each stream is what shows that copies and collectives overlap it.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import RLock
 
-__all__ = ["HOST", "Clocks", "Region"]
+__all__ = ["COMPUTE", "HOST", "Clocks", "Region"]
 
 HOST = -1
+COMPUTE = 0
 
 Region = tuple[int, int, int]  # storage, first byte, byte after the last
 _Time = dict[int, int]  # by stream, the last operation on it that has happened before
@@ -55,6 +60,8 @@ class Clocks:
         problems: How often each was found.
         syncs: How often the host has waited, by why and where.
         launches: Operations by stream.
+        beside: Operations of compute that do not come after the last of each other stream. See
+            [Note: Overlap].
         names: Names of streams.
     """
 
@@ -63,9 +70,11 @@ class Clocks:
         self.problems: Counter[str] = Counter()
         self.syncs: Counter[str] = Counter()
         self.launches: Counter[int] = Counter()
+        self.beside: Counter[int] = Counter()
         self.names = {HOST: "host"}
         self._place = place
         self._number = 0
+        self._pending: dict[int, int] = {}  # last operation of a stream that compute is not after
         self._times: defaultdict[int, _Time] = defaultdict(dict)
         self._events: dict[int, _Time] = {}
         self._memory: dict[int, _Memory] = {}
@@ -79,6 +88,13 @@ class Clocks:
             time = dict(self._times[stream])
             _join(time, self._times[HOST])
             self._events[event] = time
+
+    def is_known(self, event: int) -> bool:
+        """Whether the host comes after `event`, or after no other: it was never recorded."""
+        with self._lock:
+            host = self._times[HOST]
+            time = self._events.get(event, {})
+            return all(host.get(stream, 0) >= number for stream, number in time.items())
 
     def wait(self, stream: int, event: int) -> None:
         """What comes on `stream` comes after `event`; one that is not recorded is no wait."""
@@ -145,12 +161,23 @@ class Clocks:
                 _join(time, self._times[HOST])
                 self.launches[stream] += 1
             time[stream] = self._number
+            if stream == COMPUTE:
+                self._count_beside(time)
+            elif stream != HOST:
+                self._pending[stream] = self._number
             what = f"{what} on {self._name(stream)} [{self._place()}]"
             for is_write, regions in ((False, reads), (True, writes)):
                 for storage, start, stop in regions:
                     if start < stop and storage in self._memory:
                         new = _Use(stream, self._number, start, stop, is_write, what)
                         self._add(self._memory[storage], new, time)
+
+    def _count_beside(self, time: _Time) -> None:
+        for stream, number in list(self._pending.items()):
+            if time.get(stream, 0) >= number:
+                del self._pending[stream]
+            else:
+                self.beside[stream] += 1
 
     def _add(self, memory: _Memory, new: _Use, time: _Time) -> None:
         kept = []

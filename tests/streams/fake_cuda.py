@@ -11,13 +11,15 @@ its own.
 from __future__ import annotations
 
 import ctypes
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 from weakref import finalize
 
@@ -35,17 +37,15 @@ from lightning_zero import activations
 from lightning_zero.comm.control import GlooControlPlane
 from lightning_zero.core import step_worker
 from lightning_zero.engine import optimizers
-from lightning_zero.record import streams
 from lightning_zero.tensors import guarded
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers import memory, nvme
-from tests.streams.clocks import HOST, Clocks, Region
+from tests.streams.clocks import COMPUTE, HOST, Clocks, Region
 
 __all__ = ["DEVICE", "FakeCuda"]
 
 DEVICE = torch.device("cuda", 0)
-_COMPUTE = 0
 _PACKAGE = str(Path(lightning_zero.__file__).parent)
 _OTHERS = (DTensor, ShardedTensor, LazyTensor)  # run operations of their own on what they hold
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
@@ -61,6 +61,14 @@ def _place() -> str:
             found.append(f"{file[len(_PACKAGE) + 1 :]}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "outside"
+
+
+def _name_of_stream(maker: FrameType) -> str:
+    """Name of a stream: the file that makes it, and the attribute or variable that it becomes."""
+    file = Path(maker.f_code.co_filename)
+    line = linecache.getline(str(file), maker.f_lineno)
+    assigned = re.match(r"\s*(?:self\.)?(\w+) = ", line)
+    return f"{assigned[1]} of {file.name}" if assigned else f"the stream of {file.name}"
 
 
 class _Stream(torch.Stream):
@@ -84,7 +92,10 @@ class _Stream(torch.Stream):
 
 
 class _Event:
-    """One event. It is known to be complete only after something has waited for it."""
+    """One event. It is known to be complete only after the host has waited for it.
+
+    One that was never recorded is complete, as in CUDA.
+    """
 
     _last = 1 << 40  # those of C++ begin at 1
 
@@ -101,7 +112,7 @@ class _Event:
         self._cuda.clocks.wait_on_host(self.number, "synchronize of an event")
 
     def query(self) -> bool:
-        return False
+        return self._cuda.clocks.is_known(self.number)
 
 
 class FakeCuda:
@@ -120,7 +131,7 @@ class FakeCuda:
         self, libraries: Path, make_clocks: Callable[[Callable[[], str]], Clocks] = Clocks
     ) -> None:
         self.clocks = make_clocks(_place)
-        self.clocks.names[_COMPUTE] = "compute"
+        self.clocks.names[COMPUTE] = "compute"
         self._device = ctypes.CDLL(str(libraries / "libdevice.so"))
         self._device.zero_install.restype = ctypes.c_void_p
         self._device.zero_current_stream.restype = ctypes.c_int64
@@ -155,15 +166,11 @@ class FakeCuda:
         """The stream of this thread."""
         return int(self._device.zero_current_stream())
 
-    def make_stream(
-        self, device: torch.device, *, is_high_priority: bool = False
-    ) -> _Stream | None:
-        """See record/streams.py."""
-        if device.type != "cuda":
-            return None
-        caller = sys._getframe(1)
+    def make_stream(self, device: torch.device | None = None, priority: int = 0) -> _Stream:
+        """As `torch.cuda.Stream`."""
+        assert device is None or device.type == "cuda", device
         self._num_made += 1
-        self.clocks.names[self._num_made] = f"the stream of {Path(caller.f_code.co_filename).name}"
+        self.clocks.names[self._num_made] = _name_of_stream(sys._getframe(2))
         return self._stream(self._num_made)
 
     def _stream(self, number: int) -> _Stream:
@@ -172,16 +179,16 @@ class FakeCuda:
         return stream
 
     def current_stream(self, device: torch.device | None = None) -> _Stream:
-        """See record/streams.py."""
+        """As `torch.cuda.current_stream`."""
         return self._stream(self.current)
 
-    def make_event(self) -> _Event:
-        """See record/streams.py."""
+    def make_event(self, enable_timing: bool = False) -> _Event:
+        """As `torch.cuda.Event`."""
         return _Event(self)
 
     @contextmanager
     def on_stream(self, stream: _Stream | None) -> Iterator[None]:
-        """See record/streams.py."""
+        """As `torch.cuda.stream`."""
         before = self.current
         if stream is not None:
             self._device.zero_set_stream(stream.stream_id)
@@ -191,7 +198,7 @@ class FakeCuda:
             self._device.zero_set_stream(before)
 
     def synchronize(self, device: torch.device | None = None) -> None:
-        """See record/streams.py."""
+        """As `torch.cuda.synchronize`."""
         self.clocks.synchronize(None, "synchronize of the device")
 
     def region(self, tensor: Tensor) -> Region:
@@ -252,8 +259,10 @@ class FakeCuda:
     def _double_torch(self) -> None:
         cuda: Any = torch.cuda
         cuda.current_stream, cuda.stream = self.current_stream, self.on_stream
+        cuda.Stream, cuda.Event = self.make_stream, self.make_event
         cuda.synchronize, cuda.set_device = self.synchronize, lambda device: None
         cuda.current_device, cuda.is_current_stream_capturing = (lambda: 0), (lambda: False)
+        cuda.empty_cache = lambda: None
         cuda.get_device_capability = lambda device=None: (9, 0)
         scalers: Any = torch.amp.GradScaler
         scalers._maybe_opt_step = _step_after_a_look
@@ -293,9 +302,6 @@ class FakeCuda:
         return is_there and one.shape == other.shape and one.stride() == other.stride()
 
     def _double_engine(self) -> None:
-        for name in ("make_stream", "make_event", "synchronize"):
-            setattr(streams, name, getattr(self, name))
-        streams.current, streams.on = self.current_stream, self.on_stream
         for name in ("min_ints", "union", "broadcast_object", "gather_objects", "gather_floats"):
             setattr(GlooControlPlane, name, _on_real_tensors(getattr(GlooControlPlane, name)))
         optimizers.probe = _probe_on_cpu(optimizers.probe)

@@ -20,8 +20,9 @@ class Scenario:
         optimizer: "adamw"; the same with a "tensor rate", or by "foreach"; or "muon" on full
             tensors.
         options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
-            offloaded "activations", gradients "unscaled by the step" of a loss scaler, and
-            "failures" of a forward and of a backward.
+            offloaded "activations", "offloaded states" between steps, an "evaluation" before each
+            step, "edits" of parameters before the first step and after an evaluation, gradients
+            "unscaled by the step" of a loss scaler, and "failures" of a forward and of a backward.
         broken: A wait that is left out.
         num_ranks: World size; this is rank 0. 0: there is no process group.
     """
@@ -80,6 +81,11 @@ _WAYS: dict[str, dict[str, Any]] = {
     "unscaled by the step": {"options": ("unscaled by the step",)},
     "average": {"options": ("average", "looks")},
     "activations": {"options": ("activations",)},
+    "offloaded states": {"options": ("offloaded states",)},
+    "evaluation": {"options": ("evaluation",)},
+    "edits": {"options": ("edits",)},
+    "unguarded": {"config": {"on_nonfinite": None}},
+    "skip": {"config": {"on_nonfinite": "skip"}},
     "no overlap": {"config": {"overlap_comm": False}},
     "failures": {"options": ("failures",)},
     "failures in groups": {"config": {"sharding_group_size": 4}, "options": ("failures",)},
@@ -88,6 +94,11 @@ _WAYS: dict[str, dict[str, Any]] = {
     "no group": {"num_ranks": 0},
 }
 _EQUAL_IN_ALL_PRECISIONS = (
+    "offloaded states",
+    "evaluation",
+    "edits",
+    "unguarded",
+    "skip",
     "no overlap",
     "failures",
     "failures in groups",
@@ -97,6 +108,9 @@ _EQUAL_IN_ALL_PRECISIONS = (
     "tensor rate",
     "tensor rate at once",
 )
+
+
+_WAYS_OF_STAGE_0 = ("plain", "clip", "accumulate", "failures", "no group", "unguarded")
 
 
 def _scenario(stage: int, place: str, precision: str, way: str) -> Scenario:
@@ -122,10 +136,14 @@ _CHOSEN = """
 3, device, fp32, failures in groups
 3, device, bf16, muon
 3, cpu optimizer, fp16, clip
+3, cpu optimizer, bf16, evaluation
 3, cpu optimizer, fp32, tensor rate at once
 3, half, fp16, plain
 3, cpu parameters, bf16, accumulate
 3, cpu both, fp32, no group
+3, cpu both, fp32, evaluation
+3, device, fp32, skip
+3, device, fp32, unguarded
 3, nvme parameters, fp32, plain
 3, nvme both, fp32, no group
 3, nvme optimizer, fp32, average
@@ -141,10 +159,12 @@ def _is_worth_it(stage: int, place: str, precision: str, way: str) -> bool:
         return False
     if way == "unscaled by the step" and precision != "fp16":
         return False
+    if way in ("skip", "unguarded") and place != "device":
+        return False
     if place in _LIKE_OTHERS and way != "plain":
         return False
     if stage == 0:  # nothing is sharded
-        return place == "device" and way in ("plain", "clip", "accumulate", "failures", "no group")
+        return place == "device" and way in _WAYS_OF_STAGE_0
     return stage == 3 or "offload_param" not in _PLACES[place]
 
 

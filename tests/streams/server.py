@@ -32,6 +32,7 @@ class Outcome:
         problems: How often each was found.
         syncs: Waits of the host in a step, by why and where.
         num_launches: In a step.
+        beside: Operations of compute in a step that ran beside each other stream, by its name.
         seconds: Processor time.
         error: Error of the training itself.
     """
@@ -40,6 +41,7 @@ class Outcome:
     problems: dict[str, int] = dataclasses.field(default_factory=dict)
     syncs: dict[str, int] = dataclasses.field(default_factory=dict)
     num_launches: int = 0
+    beside: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
 
@@ -63,10 +65,10 @@ def _run(scenario: Scenario, libraries: Path) -> Outcome:
 
     cuda = FakeCuda(libraries)
     with cuda.on(scenario.num_ranks):
-        syncs, launches = train(scenario, cuda.clocks)
+        syncs, num_launches, beside = train(scenario, cuda.clocks)
     clocks = cuda.clocks
-    launched = sum(launches.values())
-    return Outcome(clocks.num_checks, dict(clocks.problems), syncs, launched, process_time())
+    found = clocks.num_checks, dict(clocks.problems), syncs, num_launches, beside
+    return Outcome(*found, process_time())
 
 
 def _in_fork(scenario: Scenario, libraries: Path) -> str:

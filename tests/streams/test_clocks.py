@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.streams.clocks import HOST, Clocks
+from tests.streams.clocks import COMPUTE, HOST, Clocks
 
-COMPUTE, SIDE = 0, 1
+SIDE = 1
 MEMORY = 7
 ALL_BYTES = [(MEMORY, 0, 100)]
 
@@ -104,3 +104,22 @@ def test_a_race_with_a_use_that_others_have_come_after_is_still_found(clocks):
     clocks.use(COMPUTE, ALL_BYTES, (), "read")  # covers the write, on its own stream only
     clocks.use(SIDE, ALL_BYTES, (), "copy")
     assert kinds(clocks) == ["RACE"]
+
+
+def test_compute_runs_beside_a_stream_until_it_waits_for_its_last_operation(clocks):
+    clocks.allocate(8, SIDE)
+    clocks.use(SIDE, (), [(8, 0, 4)], "copy")
+    clocks.record(1, SIDE)
+    clocks.use(COMPUTE, ALL_BYTES, (), "read")
+    clocks.use(COMPUTE, ALL_BYTES, (), "read")
+    clocks.wait(COMPUTE, 1)
+    clocks.use(COMPUTE, ALL_BYTES, (), "read")
+    assert clocks.beside == {SIDE: 2}
+
+
+def test_an_event_is_known_once_the_host_comes_after_it_or_if_it_is_after_nothing(clocks):
+    assert clocks.is_known(1)
+    clocks.record(1, COMPUTE)
+    assert not clocks.is_known(1)
+    clocks.synchronize([COMPUTE], "wait")
+    assert clocks.is_known(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -66,11 +67,12 @@ class _Net(nn.Module):
         return self.head(x) * self.scale
 
 
-def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int, int]]:
+def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], int, dict[str, int]]:
     """Trains; inside `FakeCuda.on`.
 
     Returns:
-        Waits of the host in the last step, and launches by stream.
+        In the last step: waits of the host, the number of launches, and those of compute beside
+        each other stream, by its name.
     """
     _break(scenario.broken)
     chunks.MAX_NUMEL_PER_CALL["cuda"] = (
@@ -83,8 +85,12 @@ def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], dict[int,
             training.look()
             clocks.syncs.clear()
             clocks.launches.clear()
+            clocks.beside.clear()
         training.step()
-    found = dict(clocks.syncs), dict(clocks.launches)
+    beside: Counter[str] = Counter()
+    for number, count in clocks.beside.items():
+        beside[clocks.names[number]] += count
+    found = dict(clocks.syncs), sum(clocks.launches.values()), dict(beside)
     training.end()
     return found
 
@@ -110,6 +116,8 @@ class _Training:
         )
         self._shadow = Shadow(self._engine, average) if average is not None else None
         self._offload = lightning_zero.offload_activations(min_bytes=1, num_prefetched=2)
+        if "edits" in self._options:
+            self._edit()
 
     def step(self) -> None:
         """All of one step of the optimizer."""
@@ -118,6 +126,8 @@ class _Training:
             with self._engine.no_sync():
                 self._backward()
         self._backward()
+        if "evaluation" in self._options:
+            self._evaluate()
         if self._scaler is not None:
             self._engine.finish_reductions()
             for optimizer in self._optimizers:
@@ -158,6 +168,12 @@ class _Training:
                     raise AssertionError("nothing has failed")
             self._module.failing = ""
             self.step()
+        if "offloaded states" in self._options:
+            self._engine.offload_states()
+            self._engine.reload_states()
+        if "edits" in self._options:
+            self._evaluate()
+            self._edit()
         if "looks" not in self._options:
             return
         for optimizer in self._optimizers:
@@ -167,6 +183,14 @@ class _Training:
         with lightning_zero.gathered(self._module, writeback=True), torch.no_grad():
             for parameter in self._module.parameters():
                 parameter.mul_(0.5).sum().cpu()
+        self._evaluate()
+
+    def _edit(self) -> None:
+        with torch.no_grad():
+            for parameter in self._module.parameters():
+                parameter.mul_(0.5)
+
+    def _evaluate(self) -> None:
         with torch.no_grad():
             self._module(torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE))
 

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.layout.offload import NUM_UPLOAD_BLOCKS
+from lightning_zero.layout.offload import NUM_UPLOAD_BLOCKS, OffloadConfig, Tier
 from lightning_zero.record import streams
 from lightning_zero.tiers.memory import BufferPool, aligned_empty, make_buffers
-from lightning_zero.tiers.nvme import NvmeStore
-from lightning_zero.tiers.storage import Storage
+from lightning_zero.tiers.nvme import NvmeFile, NvmeStore
+from lightning_zero.tiers.storage import ParamReader, Storage
 from tests.tiers.conftest import PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -318,6 +318,27 @@ def test_uploads_that_fail_leave_all_blocks_for_the_next(monkeypatch):
             storage._uploader.send(torch.ones(3), target, "a")
     storage._uploader.send(torch.ones(2), target, "a")
     assert target.tolist() == [1, 1]
+
+
+def test_a_read_ahead_that_is_dropped_ends_before_its_buffer_is_free(tmp_path, monkeypatch):
+    place = OffloadConfig("nvme", nvme_path=str(tmp_path), buffer_count=2, buffer_size=2**16)
+    storage = Storage(torch.device("cpu"), rank=0, offload_param=place)
+    store = storage.make_param_store("a", torch.ones(2 * 2**16), Tier.NVME)
+    reader = ParamReader(store, storage.param_pool, storage.recorder)
+    move = NvmeFile._move
+
+    def move_later(*args):
+        time.sleep(0.1)
+        move(*args)
+
+    monkeypatch.setattr(NvmeFile, "_move", move_later)
+    assert reader.begin()
+    assert storage.param_pool.acquire() is None
+    begun = [transfer for _, transfer in reader._begun]
+    reader.reset()
+    assert [transfer.is_done for transfer in begun] == [True, True]
+    assert storage.param_pool.acquire() is not None
+    storage.close()
 
 
 def test_wrong_numbers_are_refused(tmp_path):
