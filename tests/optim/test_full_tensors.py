@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from functools import partial
 
@@ -19,7 +20,7 @@ from lightning_zero.record.spans import Kind
 from tests.optim.test_probe import FactoredFrom
 from tests.strategy.test_offload import ALL_NVME, compare
 from tests.support.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
-from tests.support.full_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb
+from tests.support.full_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb, Rows
 from tests.support.ranks import run_ranks
 
 STAGES = [1, 2, 3]
@@ -360,3 +361,90 @@ def test_a_step_sends_slices_of_parameters_and_gradients_to_the_owners_once(
     assert 3 * 4 * slices <= exchanged < 3 * 4 * (slices + 5 * 32)
     for _, _, sent, planned in results:
         assert sent == planned
+
+
+class Failing(Lamb):
+    """Lamb whose step fails once."""
+
+    fails_next = False
+
+    def begin(self, parameters):
+        """See the class."""
+        fails, self.fails_next = self.fails_next, False
+        if fails:
+            raise ValueError("out of luck")
+
+
+def _tensors():
+    torch.manual_seed(0)
+    sizes = [(6, 20), (20, 30), (30, 10), (10, 2)]
+    return nn.Sequential(*(nn.Linear(*size) for size in sizes))
+
+
+def _fail_on_one_rank(rank, world_size, stage):
+    module = _tensors()
+    optimizer = Failing(module.parameters())
+    engine = Engine(module, [optimizer], ZeroConfig(stage=stage, reduce_bucket_size=500))
+    found = []
+    for number in range(3):
+        optimizer.fails_next = rank == 1 == number
+        try:
+            engine.backward(module(torch.ones(2, 6)).square().mean())
+            engine.step()
+        except Exception as error:
+            found.append((number, type(error).__name__))
+            if number == 2:
+                return found
+            engine.reset()
+    return found
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_no_rank_waits_for_one_whose_step_of_full_tensors_has_failed(stage):
+    results = run_ranks(2, _fail_on_one_rank, stage, timeout_s=30)
+    desync = (2, "DesynchronizedError")
+    assert results == [[desync], [(1, "ValueError"), desync]]
+
+
+def _two_kinds(rank, world_size, stage):
+    """Final parameters: of Lamb, on the worker, and of another optimizer in one call; and of both
+    on one process."""
+    outcomes = []
+    for is_alone in (False, True):
+        module = _tensors()
+        lambs, others = list(module[:2].parameters()), list(module[2:].parameters())
+        optimizers = [Lamb(lambs), Rows(others)]
+        if not is_alone:
+            config = ZeroConfig(stage=stage, overlap_step=True, reduce_bucket_size=500)
+            engine = Engine(module, optimizers, config)
+        for number in range(6):
+            loss = module(torch.full((2, 6), 1.0 + number)).square().mean()
+            loss.backward() if is_alone else engine.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        if not is_alone:
+            engine.close()
+        outcomes.append([parameter.detach() for parameter in module.parameters()])
+    return outcomes
+
+
+def test_a_step_in_one_call_waits_for_the_worker_of_another_optimizer():
+    for ours, alone in run_ranks(2, _two_kinds, 2, timeout_s=60):
+        assert all(map(torch.equal, ours, alone))
+
+
+def _on_one_shard(rank, world_size):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = _tensors()
+        config = ZeroConfig(stage=3, overlap_step=True)
+        engine = Engine(module, [Lamb(module.parameters())], config)
+        engine.backward(module(torch.ones(2, 6)).square().mean())
+        engine.step()
+        engine.close()
+    return [str(one.message) for one in caught if "overlap_step" in str(one.message)]
+
+
+def test_one_shard_keeps_its_overlap():
+    assert run_ranks(1, _on_one_shard) == [[]]

@@ -110,6 +110,13 @@ _TIERS = ("tests/tiers/test_pipeline.py", _FILES)
 FAULTS = (
     # ------------------------------------------------------------------ streams of collectives
     Fault(
+        "full tensors are used before the all-to-all has sent them",
+        "core/full_tensors.py",
+        "            self._pending.wait()\n",
+        "",
+        ("stage 3, device, bf16, muon",),
+    ),
+    Fault(
         "the copy into the buffer of an all-gather does not wait for compute",
         _BACKENDS,
         "with self._side_stream(self._copy_stream):",
