@@ -3,7 +3,8 @@
 A loop of reinforcement learning alternates between training and generation, which needs the device
 memory for something else. Storage objects stay the same, so that parameters, optimizers and views
 need not know of it. While a state is offloaded, reading a view of it gives NaN on the CPU and
-raises on CUDA (tensors/freed.py); the engine's own uses raise before that.
+raises on CUDA (tensors/freed.py); the engine's own uses raise before that. Pinned memory is kept
+for the next time, because it takes long to allocate.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.layout.stage import State
+from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.freed import free, refill
+from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = ["StateOffload"]
 
@@ -25,6 +28,7 @@ class StateOffload:
 
     def __init__(self) -> None:
         self._copies: dict[State, list[_HostCopy]] = {}
+        self._pinned: list[Tensor] = []  # memory of earlier copies, 1-D, uint8
 
     @property
     def states(self) -> list[State]:
@@ -43,15 +47,28 @@ class StateOffload:
             storage = tensor.untyped_storage()
             # A storage that NumPy uses, or another library, cannot be freed.
             if storage._cdata not in copies and storage.nbytes() and storage.resizable():
-                copies[storage._cdata] = _HostCopy(holder, tensor, pin=pin)
+                memory = self._host_memory(storage.nbytes(), pin=pin)
+                copies[storage._cdata] = _HostCopy(holder, tensor, memory)
         for copy in copies.values():
             copy.free()
         self._copies[state] = list(copies.values())
 
     def reload(self, state: State) -> None:
-        """Restores the memory and the values of one kind of state, if it is offloaded."""
-        for copy in self._copies.pop(state, ()):
+        """Restores the memory and the values of one kind of state, if it is offloaded. Waits."""
+        copies = self._copies.pop(state, [])
+        for copy in copies:
             copy.restore()
+        if copies and copies[0].device.type == "cuda":
+            streams.current(copies[0].device).synchronize()
+            self._pinned += [copy.values for copy in copies]
+
+    def _host_memory(self, nbytes: int, *, pin: bool) -> Tensor:
+        if not pin:
+            return torch.empty(nbytes, dtype=torch.uint8)
+        for number, memory in enumerate(self._pinned):
+            if memory.nbytes == nbytes:
+                return self._pinned.pop(number)
+        return aligned_empty(nbytes, pin=True)
 
     def check(self, *states: State) -> None:
         """Raises a RuntimeError if one of `states` is offloaded; without any, if a state is."""
@@ -72,17 +89,18 @@ class StateOffload:
 
 
 class _HostCopy:
-    """Copy of one storage in CPU memory; `values` is 1-D, uint8."""
+    """Copy of one storage in CPU memory, `values`: 1-D, uint8, of the storage's size."""
 
-    def __init__(self, holder: Tensor | FlatBuffer, tensor: Tensor, *, pin: bool) -> None:
+    def __init__(self, holder: Tensor | FlatBuffer, tensor: Tensor, values: Tensor) -> None:
         self._buffer = holder if isinstance(holder, FlatBuffer) else None
         self._storage = storage = tensor.untyped_storage()
         self._nbytes = storage.nbytes()
         self._spare: object = None
         self._all = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self._all.set_(storage, 0, (self._nbytes,), (1,))
-        self.values = torch.empty(self._nbytes, dtype=torch.uint8, pin_memory=pin)
-        self.values.copy_(self._all, non_blocking=pin)
+        self.device = tensor.device
+        self.values = values
+        values.copy_(self._all, non_blocking=True)
 
     @property
     def reported_bytes(self) -> int:
