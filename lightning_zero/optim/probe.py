@@ -44,7 +44,14 @@ from lightning_zero.optim.flow import RANDOM, Flow, element_labels, owner_of, un
 from lightning_zero.optim.probe_run import Division, ProbeRun
 from lightning_zero.tensors.composite import plain_tensors
 
-__all__ = ["CannotShardError", "ProbeResult", "StepKind", "find_full_optimizers", "probe"]
+__all__ = [
+    "CannotShardError",
+    "ProbeResult",
+    "StepKind",
+    "find_full_optimizers",
+    "probe",
+    "probed_settings",
+]
 
 _NUM_STEPS = (3, 12)  # steps of a run; the second if nothing moves in the first, as in a warm-up
 _MAX_FAILED_READS = 8
@@ -183,6 +190,27 @@ def find_full_optimizers(optimizers: Sequence[Optimizer], config: ZeroConfig) ->
 
 
 # -------------------------------------------------------------------- by data flow
+
+
+def probed_settings(optimizer: Optimizer) -> list[Any]:
+    """Settings on which the result of a probe may depend.
+
+    A number counts only as zero or not zero.
+    """
+    return [
+        len(group["params"]) if key == "params" else _choice_of(value)
+        for group in optimizer.param_groups
+        for key, value in group.items()
+        if key not in ("lr", "initial_lr", "param_names")
+    ]
+
+
+def _choice_of(value: Any) -> Any:
+    if isinstance(value, (bool, int, float)):
+        return bool(value)
+    if isinstance(value, (list, tuple)):
+        return [_choice_of(part) for part in value]
+    return value if isinstance(value, (str, type(None))) else type(value)
 
 
 class _Dependence:

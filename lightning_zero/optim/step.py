@@ -43,7 +43,7 @@ from lightning_zero.optim.clone import (
     scalars_to_cpu,
 )
 from lightning_zero.optim.methods import ElementwiseOnly, NoGradientAccess, wrap_methods
-from lightning_zero.optim.probe import ProbeResult, StepKind
+from lightning_zero.optim.probe import ProbeResult, StepKind, probed_settings
 from lightning_zero.optim.state import (
     check_sliced_states,
     load_optimizer_state_dict,
@@ -94,7 +94,7 @@ class OptimizerStep:
         self._kind = found.kind
         self._result = found
         self._probe = probe
-        self._known_settings = [_settings_of(optimizer)]  # settings that have been probed
+        self._known_settings = [probed_settings(optimizer)]  # settings that have been probed
         self._known_members: set[nn.Parameter] = set()  # parameters that have been checked
         self._reducer = reducer
         self._stepping: list[Bucket] = []
@@ -535,12 +535,12 @@ class OptimizerStep:
                 "the options before the engine is built (in Lightning, in configure_optimizers)."
             )
         self._result = dataclasses.replace(self._result, is_elementwise=found.is_elementwise)
-        self._known_settings.append(_settings_of(self.optimizer))
+        self._known_settings.append(probed_settings(self.optimizer))
 
     def _members(self) -> set[nn.Parameter]:
         """The optimizer's parameters; checks them, and probes new options, after changes."""
         members = set(parameters_of(self.optimizer))
-        is_known = _settings_of(self.optimizer) in self._known_settings
+        is_known = probed_settings(self.optimizer) in self._known_settings
         if is_known and members == self._known_members:
             return self._known_members
         for parameter in members:
@@ -556,27 +556,6 @@ class OptimizerStep:
         check_full_tensors(self.optimizer, self._result)
         self._known_members = members
         return members
-
-
-def _settings_of(optimizer: Optimizer) -> list[Any]:
-    """Settings on which the result of a probe may depend.
-
-    A number counts only as zero or not zero.
-    """
-    return [
-        len(group["params"]) if key == "params" else _choice_of(value)
-        for group in optimizer.param_groups
-        for key, value in group.items()
-        if key not in ("lr", "initial_lr", "param_names")
-    ]
-
-
-def _choice_of(value: Any) -> Any:
-    if isinstance(value, (bool, int, float)):
-        return bool(value)
-    if isinstance(value, (list, tuple)):
-        return [_choice_of(part) for part in value]
-    return value if isinstance(value, (str, type(None))) else type(value)
 
 
 class _Evaluated:
