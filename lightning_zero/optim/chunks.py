@@ -172,9 +172,10 @@ class BucketStep:
 
 
 class ChunkStep:
-    """One step of one chunk: `start_load`, `load`, the step, `start_store`, then `store`.
+    """One step of one chunk: `start_load`, `load`, the step, then `store`.
 
-    With tensor owners `start_load` and `start_store` are collective.
+    With full tensors `start_load` is collective, and so is `start_store`, which comes before
+    `store`.
     """
 
     def __init__(self, bucket_step: BucketStep, chunk: Chunk) -> None:
@@ -253,16 +254,17 @@ class ChunkStep:
         self._arriving, self._full = [], []
 
     def start_store(self) -> None:
-        """With tensor owners, starts to distribute the new values."""
-        if self._exchange is not None:
-            assert self._master is not None
-            full, _ = self._full
-            self._arriving.append(self._exchange.distribute(full, self._master))
+        """Starts to distribute the new values of full tensors."""
+        assert self._exchange is not None
+        assert self._master is not None
+        full, _ = self._full
+        self._arriving.append(self._exchange.distribute(full, self._master))
 
     def store(self) -> None:
         """Writes stepped values and states to their stores."""
         assert self._master is not None
-        self._wait()
+        if self._arriving:
+            self._wait()
         for index, (part, stepped) in self._slices.items():
             parameter, state = stepped.parameter, stepped.state
             if self.bucket_step.is_in_chunks:
@@ -382,11 +384,10 @@ def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
     span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
     with record_function(f"zero::step {name}"), span, torch.no_grad():
         slices = [one for step in steps for one in step.load(views)]
-        clone = steps[0].bucket_step.clone
-        if slices:
-            # Other ranks wait for what follows an exception, with full tensors.
-            (clone.step if steps[0].bucket_step.mean is None else clone.try_step)(slices)
-        for step in steps:
+        clone, has_full = steps[0].bucket_step.clone, steps[0].bucket_step.mean is not None
+        if slices:  # with full tensors, other ranks wait for what follows an exception
+            (clone.try_step if has_full else clone.step)(slices)
+        for step in steps if has_full else ():
             step.start_store()
         for step in steps:
             step.store()
