@@ -12,7 +12,7 @@ Packages, each of which imports only from those above it; the docstring of each 
     health        failures of ranks are detected, and end all waits
     comm          collectives, and small messages between the ranks' CPUs
     tiers         shards on the device, in CPU memory and in files
-    core          the run time of a step: schedule, units, buckets
+    core          the run time of a step: coordinator, units, buckets
     construction  parameters that are sharded as they are built
     optim         optimizers that step shards
     engine        all of it in one object, without Lightning

@@ -18,14 +18,18 @@ Begin with `communicator`. If a rank raises an exception, the other ranks raise 
     in work after which all ranks meet  its error, with a cause that names the rank, by
                                         `health.together.run_on_all_ranks`
     in a Trainer's fit                  a `PeerAbortedError`: `_can_communicate` in
-                                        strategy/engine_strategy.py calls `Communicator.regroup`,
-                                        and its `Watchdog.abort` ends the waits of all ranks
+                                        strategy/engine_strategy.py calls `Engine.regroup`, and so
+                                        `Communicator.regroup`, which waits a second for the same
+                                        error on all ranks; then its `Watchdog.abort` ends their
+                                        waits
     in another loop                     a `PeerFailedError` in uneven calls (`Lockstep`), else a
                                         `PeerAbortedError` when the script of the rank ends
 
 Where all ranks regroup in time, a checkpoint can be saved, the module gets its full tensors, and
 fit or validate may follow. Where they do not, shards are lost: nothing is saved, and using a
 sharded parameter is an error (`StepCoordinator.mark_lost`). Without a Trainer, ranks do not
-regroup. Ranks that are in the middle of a pass issue the rest of its schedule before they learn of
-a failure: `CollectiveOrder.flush_schedule` and `report_failure`.
+regroup: a rank that has raised in a pass first issues the rest of its schedule
+(`CollectiveOrder.flush_schedule`; `report_failure` in uneven calls), so that the others reach a
+round instead of waiting for data. If it catches the exception and continues alone, that round ends
+in a `DesynchronizedError` on all ranks.
 """

@@ -103,7 +103,7 @@ class Tally(NamedTuple):
 
 
 class _LocalState(NamedTuple):
-    """State of one rank when it enters a round, from which the text of an error is made."""
+    """State of one rank when it enters a round; the text of an error is made from it."""
 
     flags: bytes = b""  # `requires_grad` of the parameters; empty: they are not compared
     current_call: str = ""  # the call that all ranks make now, and its line; empty: none
@@ -140,7 +140,7 @@ class RoundClient:
         self._state = _LocalState()
         self.reset()
 
-    # ---------------------------------------------------------------- texts of errors
+    # ---------------------------------------------------------------- state of this rank
 
     @property
     def flags(self) -> bytes:

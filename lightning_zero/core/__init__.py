@@ -32,8 +32,9 @@ Begin with the note at the top of core/order.py, then read `coordinator` and `bu
 
 The collective order decides which all-gather comes next, and `Unsharder.prefetch` how early. A hook
 reports the use of a unit to `StepCoordinator.pre_forward` or `pre_backward`, these to the
-`Unsharder`, which requests the unit (`CollectiveOrder.request_unshard`) or prefetches the next
-ones, as far as `prefetch_bucket_size` and `max_live_parameters` allow. The order calls
+`Unsharder`, which requests the unit (`CollectiveOrder.request_unshard`) and prefetches the next
+ones of a recorded schedule, as far as `overlap_comm`, `prefetch_bucket_size`,
+`max_live_parameters` and `reshard_after_forward` allow. The order calls
 `Unsharder.issue_unshard` in its turn: that of the recorded schedule, the log of an earlier pass,
 which all ranks have adopted in the same round; or, while there is none, after a control-plane round
 of all ranks.

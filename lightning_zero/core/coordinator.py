@@ -113,8 +113,7 @@ class StepCoordinator:
         self._retain_graph = False  # the backward in progress keeps its graph
         self._has_forward = False  # one with gradients, since the last backward
         self._depth = 0  # of nested `open` calls: the strategy's, the root module's
-        self._is_in_backward = False  # this rank is inside `backward_context`
-        self._is_lost = False
+        self._is_in_backward = self._is_lost = False
         self._collectives = UserCollectiveMode(
             self.order.barrier_before_collective, comm.control.watchdog
         )
@@ -270,7 +269,10 @@ class StepCoordinator:
         self.close()
 
     def root_post_forward(self, error: BaseException | None) -> None:
-        """After a call of the root module, which `open` began; `error`: what it has raised."""
+        """After a call of the root module, which `open` began.
+
+        `error`: what it has raised; None: nothing.
+        """
         if error is not None and self._depth == 1 and not self._is_in_backward:
             self.reset(error)
         else:
@@ -371,6 +373,7 @@ class StepCoordinator:
             self.reducer.note_last_pass()
             self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
         self.reducer.begin_backward(trainable)
+        self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
@@ -444,7 +447,8 @@ class StepCoordinator:
         """Drops what a failed pass has left, and reshards all units. Local.
 
         In this order: the pass of the collective order; units; each bucket, also if another one
-        fails, because data of a wrong shape was assigned for example; the reducer.
+        fails, because data of a wrong shape was assigned for example; the reducer; the graphs of
+        the units.
 
         Args:
             error: What has ended the pass. After an `Exception`, ranks that do not regroup issue

@@ -85,7 +85,7 @@ class Issuer(Protocol):
         """Issues the reduction of a bucket, with the available gradients."""
 
     def begin_pass(self) -> None:
-        """Calls `CollectiveOrder.begin`: a unit is used, and no pass is open."""
+        """Calls `CollectiveOrder.begin`, if collectives follow: a unit is used without a pass."""
 
 
 class CollectiveOrder:
@@ -333,7 +333,7 @@ class CollectiveOrder:
             self.begin("another forward of a step")
         self._pass.mark_used(unit)
 
-    def request_unshard(self, unit: int) -> None:
+    def request_unshard(self, unit: int, *, is_backward: bool) -> None:
         """Issues the all-gather of a unit that this rank needs now, or answers one round.
 
         The caller repeats it until the unit is unsharded.
@@ -344,7 +344,7 @@ class CollectiveOrder:
                 return
             one.deviate()
             self._advance(len(one.schedule))
-        kind = RequestKind.BACKWARD if one.in_backward else RequestKind.FORWARD
+        kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
         tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
         self._execute(tally, is_kept=True)
 

@@ -221,9 +221,13 @@ class Unsharder:
         self._order = order
         self._recorder = recorder
         self._config = config
+        self._is_backward = False  # units are requested from the end of the layout on
         self._unclaimed: dict[Unit, None] = {}  # unsharded for other ranks or by prefetch; in order
         self._unsharded = self.units[0].unsharded_units
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
+
+    def begin_backward(self) -> None:
+        self._is_backward = True
 
     def unshard_for_step(self) -> None:
         """Unshards the units that stay unsharded throughout a step."""
@@ -247,7 +251,7 @@ class Unsharder:
             self._recorder.count_prefetch(is_hit=unit.is_unsharded)
             self._reshard_unclaimed(unit)
         while not unit.is_unsharded:
-            self._order.request_unshard(unit.index)
+            self._order.request_unshard(unit.index, is_backward=self._is_backward)
         self._unclaimed.pop(unit, None)
         for bucket in unit.buckets:
             bucket.wait_for_unshard()
@@ -322,6 +326,7 @@ class Unsharder:
 
     def end_backward(self) -> None:
         """Forgets the backward in progress, which has ended or never will. Local."""
+        self._is_backward = False
         self._unclaimed.clear()
         for unit in self.units:
             if unit.num_awaited or unit.entered:

@@ -56,14 +56,14 @@ _dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
 
 
 class WrittenShards(Protocol):
-    """What this module needs of a bucket's `Shards`, which import it."""
+    """What this module needs of a bucket's `Shards`, whose module imports this one."""
 
     @property
     def num_views(self) -> int:
         """Number of views of the unsharded buffer that the stores keep."""
 
     def owned(self, index: int) -> range:
-        """Elements of slot `index` that this rank steps."""
+        """Own elements of slot `index`, counted from the slot's first element."""
 
     def assign(self, index: int, values: Tensor) -> None:
         """Stores own elements of slot `index` that a user has written."""

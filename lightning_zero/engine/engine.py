@@ -91,7 +91,7 @@ class Engine:
     Attributes:
         plan: Units and buckets.
         buckets: Buckets at run time, in layout order.
-        coordinator: Runs the moments of a step, which the hooks and this class call.
+        coordinator: Runs each moment of a step; the hooks and this class call its methods.
         lockstep: Support for loops in which ranks use the module a different number of times.
         optimizers: Attached optimizers, in the order in which they were attached.
         average_buckets: Buckets of averages of the weights; see `Shadow`.
@@ -476,7 +476,8 @@ class Engine:
     def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
         """Forms new process groups after an exception and reshards all buckets. Collective.
 
-        Other ranks receive the exception, raise where they wait for this rank, and call this, too.
+        The Trainer's strategy calls it. Other ranks receive the exception, raise where they wait
+        for this rank, and call this, too.
 
         Args:
             deadline: Time to wait for the other ranks.
@@ -497,7 +498,10 @@ class Engine:
         return True
 
     def abort(self) -> None:
-        """Frees hooks and groups after a failed regroup; using a parameter raises from now on."""
+        """Frees hooks and groups after a failed regroup; using a parameter raises from now on.
+
+        The Trainer's strategy calls it. Local.
+        """
         self._is_closed = True
         self.worker.drain()
         self.optimizers.detach()
@@ -546,6 +550,7 @@ class Engine:
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
+        # Without an error: all ranks are here, so that none follows a schedule any more.
         failure = self.coordinator.reset(warns=False) or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:

@@ -9,7 +9,8 @@
     waits         waits of this process, announced by engines or found in its frames
     reports       status of every rank, reported after a long wait
 
-Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank raises an
-exception or ends, the watchdogs of the other ranks learn it within seconds, end their waits and
-raise an error with its rank and cause; see also the end of comm's text.
+Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank ends, or
+raises an exception under a Trainer or in uneven calls, the watchdogs of the other ranks learn it
+within seconds, end their waits and raise an error with its rank and cause; see also the end of
+comm's text.
 """

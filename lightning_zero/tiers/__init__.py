@@ -12,10 +12,13 @@ Imports record, layout and tensors.
     threads       threads of a CPU that steps offloaded shards
 
 Begin with `storage`. In layout/offload.py `OffloadConfig` has the user's word for a tier, and
-`assign_tiers` chooses the tier of each bucket. A new tier for optimizer states needs: a `Tier`
-there; one more class in the union `ShardStore`, made by `Storage`, with `tier`, `numel`, `dtype`,
-`nbytes`, `fetch`, `write` and `view`; if the tier is not memory, a way into and out of buffers in
-optim/chunks.py, and a case in engine/optimizers.py and in `Shards.stores`, which name NVMe; and its
-bytes in engine/counting.py and planner/memory.py. For parameters it needs a way into the
-all-gather, too (`Shards.all_gather_source`), and for gradients `OffloadedGrad`.
+`assign_tiers` chooses the tier of each bucket. A new tier needs a `Tier` there, with its cases in
+`Tier.is_offloaded`, `OffloadConfig` and `assign_tiers`. If it is memory, `Storage` allocates it,
+and `MemoryShardStore` stores it; `Shards` must wait for an all-gather's copy from it before a
+write (`Shards.before_write`). If it is not memory, it needs one more class in the union
+`ShardStore`, with `tier`, `numel`, `dtype`, `nbytes`, `fetch`, `write` and `view`; a way into and
+out of buffers in optim/chunks.py; a way into the all-gather (`Shards.all_gather_source`); and a
+case wherever `Tier.NVME` is named. `OffloadedGrad.store` chooses the store of gradients. Bytes and
+times are in engine/counting.py, planner/memory.py, planner/traffic.py and observe/metrics.py.
+Nothing changes in comm, in the collective order, in hooks and in checkpoints.
 """

@@ -194,10 +194,10 @@ class Rank:
 
     # what a module does
 
-    def use(self, unit, *, may_repeat=False):
+    def use(self, unit, *, is_backward=False, may_repeat=False):
         self.order.mark_used(unit, may_repeat=may_repeat)
         while unit not in self.unsharded:
-            self.order.request_unshard(unit)
+            self.order.request_unshard(unit, is_backward=is_backward)
         events = self.world.issued[self.rank]
         self._await(max(i for i, event in enumerate(events) if event[:2] == ("all_gather", unit)))
         if self.order.next_unit is not None and self.order.next_unit not in self.unsharded:
@@ -225,7 +225,7 @@ class Rank:
         for number, unit in reversed(list(enumerate(units))):
             if has_barriers and number == 0:
                 self.order.barrier("a mean of gradients")
-            self.use(unit)
+            self.use(unit, is_backward=True)
             self.unsharded.discard(unit)
             self.gradients[unit] += 1
             self.touched.add(unit)
@@ -410,11 +410,11 @@ def test_requests_are_ordered_by_kind_and_unit(kind):
 class RequestsEarly(CollectiveOrder):
     """Breaks rule 1: sends a request before it has issued its schedule."""
 
-    def request_unshard(self, unit):
+    def request_unshard(self, unit, *, is_backward):
         one = self._wait_for_begin()
         if one.schedule is not None and unit not in one.schedule[one.cursor :]:
             one.schedule = None
-        super().request_unshard(unit)
+        super().request_unshard(unit, is_backward=is_backward)
 
 
 class FinishesEarly(CollectiveOrder):
