@@ -429,7 +429,7 @@ def test_a_trainer_whose_ranks_do_not_fill_shard_groups_is_refused_when_it_is_ma
     strategy = make_trainer(
         settings(3, sharding_group_size="node"), devices=3, num_nodes=2
     ).strategy
-    assert strategy._group_size == 3
+    assert strategy.config.group_size(local_world_size=strategy.num_processes) == 3
 
 
 def test_ranks_that_are_not_numbered_node_by_node_are_warned_of():
