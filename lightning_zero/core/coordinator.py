@@ -221,10 +221,6 @@ class StepCoordinator:
         """The other collectives before the first forward after a step. Collective."""
         if copies_buffers and self.shared.is_due:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
-            if not self.unsharder.is_needed:
-                # The worker's all-gathers come before the next collective. It has none beside
-                # sharded parameters.
-                self._buckets[0].wait_for_all_steps()
         self._state_offload.check(State.PARAM)
         for bucket in self._buckets:
             if self._is_compiled and not bucket.shards_params:

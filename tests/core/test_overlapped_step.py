@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,11 +15,11 @@ _BEGAN = threading.Event()  # the forward of the first block
 
 
 class Net(nn.Module):
-    """Blocks of equal layers, whose biases are replicated, and a buffer."""
+    """Blocks of equal layers, and a buffer."""
 
-    def __init__(self):
+    def __init__(self, *, bias=True):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.blocks = nn.ModuleList(nn.Linear(8, 8, bias=bias) for _ in range(4))
         self.register_buffer("scale", torch.ones(8))
 
     def forward(self, x):
@@ -42,13 +43,15 @@ class WaitingSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def _train(rank, world_size):
+def _train(rank, world_size, stage):
     torch.manual_seed(0)
-    net = Net()
-    weights, biases = ([getattr(b, name) for b in net.blocks] for name in ("weight", "bias"))
-    optimizers = [WaitingSGD(weights, lr=0.1), torch.optim.SGD(biases, lr=0.1)]
-    config = ZeroConfig(stage=3, overlap_step=True, param_persistence_threshold=10)
-    engine = Engine(net, optimizers, config)
+    net = Net(bias=stage == 3)
+    optimizers = [WaitingSGD([block.weight for block in net.blocks], lr=0.1)]
+    options = {"reduce_bucket_size": 64}  # one block in each
+    if stage == 3:
+        optimizers.append(torch.optim.SGD([block.bias for block in net.blocks], lr=0.1))
+        options = {"param_persistence_threshold": 10}  # biases are replicated
+    engine = Engine(net, optimizers, ZeroConfig(stage=stage, overlap_step=True, **options))
     for _ in range(3):
         engine.backward(net(torch.ones(2, 8)))
         WaitingSGD.calls = 0
@@ -60,5 +63,6 @@ def _train(rank, world_size):
     return WaitingSGD.were_in_time
 
 
-def test_copied_buffers_and_replicated_parameters_do_not_wait_for_steps_of_sharded_ones():
-    assert run_ranks(2, _train) == [[True] * 3] * 2
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copied_buffers_and_replicated_parameters_do_not_wait_for_all_steps(stage):
+    assert run_ranks(2, _train, stage) == [[True] * 3] * 2
