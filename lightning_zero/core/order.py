@@ -257,12 +257,16 @@ class CollectiveOrder:
     ) -> None:
         """Begins a backward, and a new pass if none with these flags is open. Collective.
 
+        Where uneven calls are allowed, all ranks begin it together.
+
         Args:
             flags: `requires_grad` of the parameters.
             kind: Kind of the new pass.
             reduction_order: Buckets to reduce, in order, if there is no schedule; the same on every
                 rank.
         """
+        if self.allows_uneven_calls:
+            self.barrier(kind)  # a rank that has left has no gradients: all ranks get an error
         if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
         one = self._pass

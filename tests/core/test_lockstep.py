@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, seed_everything
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import lightning_zero
 from tests.engine.test_engine_loop import batch, build, engine_for
@@ -177,6 +179,71 @@ def test_a_rank_whose_sized_loader_is_empty_serves_the_others(stage):
     ((expected, predictions),) = run_once(1, _evaluate_empty, "auto")
     assert first == (pytest.approx(expected, rel=1e-5), pytest.approx(predictions, rel=1e-5))
     assert second == ({}, [])
+
+
+class DifferentiatingModule(GPTModule):
+    """Runs a backward in every batch of validation, and a collective within it."""
+
+    automatic_optimization = False
+
+    def __init__(self, num_batches, **kwargs):
+        super().__init__(**kwargs)
+        self.batches = num_batches  # by rank
+        self.norms = []
+        self.gpt.blocks[1].register_forward_hook(self.watch)
+
+    def watch(self, block, args, output):
+        output.register_hook(self.count)
+
+    def count(self, gradient):
+        count = torch.ones(())
+        dist.all_reduce(count)
+        assert count == dist.get_world_size()
+
+    def val_dataloader(self):
+        first = 10 * self.global_rank
+        return DataLoader(Subset(Ids(20), range(first, first + self.batches[self.global_rank])))
+
+    def validation_step(self, batch, batch_idx):
+        with torch.enable_grad():
+            self.manual_backward(self.part_loss(batch, 0))
+        self.norms.append(float(self.gpt.head.weight.grad.norm()))
+        self.gpt.zero_grad()
+
+
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_backward_in_each_batch_of_an_evaluation_needs_equal_numbers_of_batches(stage):
+    for norms, text, seconds in run_ranks(2, _differentiate, stage, has_group=False):
+        assert norms == pytest.approx(_norms_of_means(2), rel=1e-5)
+        assert "rank 1 reached a backward" in text
+        assert seconds < 10
+
+
+def _differentiate(rank, world_size, stage):
+    results = []
+    for num_batches in ((2, 2), (1, 2)):
+        seed_everything(7, verbose=False)
+        module = DifferentiatingModule(num_batches, ranks=world_size)
+        options = {"use_distributed_sampler": False, "limit_val_batches": 1.0}
+        trainer = make_trainer(settings(stage), inference_mode=False, **options)
+        start = time.monotonic()
+        with nullcontext() if not results else pytest.raises(RuntimeError) as raised:
+            trainer.validate(module, verbose=False)
+        results.append(module.norms)
+    return results[0], str(raised.value), time.monotonic() - start
+
+
+def _norms_of_means(num_batches):
+    """Norms of the gradients of the mean loss over two ranks, in one process."""
+    seed_everything(7, verbose=False)
+    module, norms = GPTModule(ranks=2), []
+    for index in range(num_batches):
+        rows = [Ids(20)[10 * rank + index][0][None] for rank in range(2)]
+        module.zero_grad()
+        (sum(module.part_loss([row], 0) for row in rows) / 2).backward()
+        norms.append(float(module.gpt.head.weight.grad.norm()))
+    return norms
 
 
 def _evaluate_empty(rank, world_size, spec):
