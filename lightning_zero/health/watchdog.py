@@ -151,15 +151,20 @@ class Watchdog:
         self._peers: Peers  # set if there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
-            self._world = dist.group.WORLD
-            self._peers = Peers()
-            self._store = connect_to_store(rank, self._peers.has_rank_0_exited, self._is_store_lost)
-            if limits.lost_s is not None:
-                self._heartbeats = Heartbeats(self._name, rank, size, limits.lost_s)
-            self._peers.announce(rank, self._store)
-            self._thread = _Thread(self)
-            self._thread.start()
-            end_at_exit(self)
+            self._start()
+
+    def _start(self) -> None:
+        """Opens the store and starts the thread."""
+        rank, size, limits = self._rank, self._size, self._limits
+        self._world = dist.group.WORLD
+        self._peers = Peers()
+        self._store = connect_to_store(rank, self._peers.has_rank_0_exited, self._is_store_lost)
+        if limits.lost_s is not None:
+            self._heartbeats = Heartbeats(self._name, rank, size, limits.lost_s)
+        self._peers.announce(rank, self._store)
+        self._thread = _Thread(self)
+        self._thread.start()
+        end_at_exit(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies, such as one in another process, watch no rank."""
