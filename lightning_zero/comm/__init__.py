@@ -15,21 +15,29 @@ Imports record, layout, tensors and health.
 
 Begin with `communicator`. If a rank raises an exception, the other ranks raise one, too:
 
-    in work after which all ranks meet  its error, with a cause that names the rank, by
-                                        `health.together.run_on_all_ranks`
-    in a Trainer's fit                  a `PeerAbortedError`: `_can_communicate` in
-                                        strategy/engine_strategy.py calls `Engine.regroup`, and so
-                                        `Communicator.regroup`, which waits a second for the same
-                                        error on all ranks; then its `Watchdog.abort` ends their
-                                        waits
+    in work after which all ranks meet  a copy of its error, with a cause that names the rank; if
+                                        the work has a name, an error whose text names rank and
+                                        error. By `health.together.run_on_all_ranks`
+    under a Trainer, in a fit or an     a `PeerAbortedError`. `StepCoordinator.reset` comes first;
+    evaluation                          then `_can_communicate` in strategy/engine_strategy.py
+                                        calls `Engine.regroup`, and so `Communicator.regroup`, which
+                                        waits up to a second for errors of all ranks; then its
+                                        `Watchdog.abort` ends the waits of the others, which come
+                                        to `Engine.regroup` in the same way
     in another loop                     a `PeerFailedError` in uneven calls (`Lockstep`), else a
                                         `PeerAbortedError` when the script of the rank ends
 
-Where all ranks regroup in time, a checkpoint can be saved, the module gets its full tensors, and
-fit or validate may follow. Where they do not, shards are lost: nothing is saved, and using a
-sharded parameter is an error (`StepCoordinator.mark_lost`). Without a Trainer, ranks do not
-regroup: a rank that has raised in a pass first issues the rest of its schedule
-(`CollectiveOrder.flush_schedule`; `report_failure` in uneven calls), so that the others reach a
-round instead of waiting for data. If it catches the exception and continues alone, that round ends
-in a `DesynchronizedError` on all ranks.
+A rank that does not wait for others raises at its next wait. Each rank raises its own error again
+after teardown.
+
+Where all ranks regroup in time (a minute, or the timeout if that is shorter), a checkpoint can be
+saved, the module gets its full tensors as far as `unshard_after_fit` allows it, and fit or validate
+may follow. Where they do not, shards are lost: nothing is saved, and using a sharded parameter is
+an error (`StepCoordinator.mark_lost`).
+
+Without a Trainer, ranks do not regroup: a rank that has raised in a forward, a backward or
+`Engine.forward_context` first issues the rest of its schedule (`CollectiveOrder.flush_schedule`;
+`report_failure` in uneven calls), so that the others reach a round instead of waiting for data.
+After an exception between these calls it does so in `Engine.reset`. If it catches the exception and
+continues alone, that round ends in a `DesynchronizedError` on all ranks.
 """

@@ -30,14 +30,23 @@ Imports record, layout, tensors, health, comm and tiers.
 
 Begin with the note at the top of core/order.py, then read `coordinator` and `bucket`.
 
-The collective order decides which all-gather comes next, and `Unsharder.prefetch` how early. A hook
-reports the use of a unit to `StepCoordinator.pre_forward` or `pre_backward`, these to the
-`Unsharder`, which requests the unit (`CollectiveOrder.request_unshard`) and prefetches the next
-ones of a recorded schedule, as far as `overlap_comm`, `prefetch_bucket_size`,
-`max_live_parameters` and `reshard_after_forward` allow. The order calls
-`Unsharder.issue_unshard` in its turn: that of the recorded schedule, the log of an earlier pass,
-which all ranks have adopted in the same round; or, while there is none, after a control-plane round
-of all ranks.
+For sharded parameters, the collective order decides which all-gather comes next, and
+`Unsharder.prefetch` how early. A hook reports the use of a unit to `StepCoordinator.pre_forward` or
+`pre_backward`, these to the `Unsharder`, which requests the unit
+(`CollectiveOrder.request_unshard`) and prefetches the next ones of a recorded schedule, as far as
+`overlap_comm`, `prefetch_bucket_size`, `max_live_parameters` and `reshard_after_forward` allow, and
+up to the next reduction in the schedule. The order calls `Unsharder.issue_unshard` in its turn, and
+so `Bucket.unshard` and `Communicator.all_gather`. The turn is that of the recorded schedule, which
+`hoist_all_gathers` makes from the log of an earlier pass, and which all ranks have adopted in the
+same round. Where there is no schedule, or a unit is not in its rest, the turn is decided in a
+control-plane round: the lowest request of all ranks comes first, every rank issues its all-gather,
+and the others repeat their requests. The root, and other units that stay unsharded, are requested
+when a forward or backward begins (`Unsharder.unshard_for_step`); a parameter that is used outside
+its unit's forward by `StepCoordinator.unshard_out_of_order`.
+
+Replicated parameters whose optimizer states are sharded (stages 1 and 2) are all-gathered after
+their step: the optimizer step calls `Bucket.end_step`, with `overlap_step` in the thread of
+`step_worker`.
 
 A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and returns whether its
 bucket is complete. Then `reducer` marks the bucket as ready in the collective order

@@ -10,7 +10,8 @@
     reports       status of every rank, reported after a long wait
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank ends, or
-raises an exception under a Trainer or in uneven calls, the watchdogs of the other ranks learn it
-within seconds, end their waits and raise an error with its rank and cause; see also the end of
-comm's text.
+raises an exception under a Trainer, the watchdogs of the other ranks learn it within seconds and
+end the waits, which raise an error with the rank and the cause. A process that cannot be woken
+prints the cause and exits. In uneven calls the next control-plane round carries the error. See also
+the end of comm's text.
 """

@@ -12,13 +12,23 @@ Imports record, layout and tensors.
     threads       threads of a CPU that steps offloaded shards
 
 Begin with `storage`. In layout/offload.py `OffloadConfig` has the user's word for a tier, and
-`assign_tiers` chooses the tier of each bucket. A new tier needs a `Tier` there, with its cases in
-`Tier.is_offloaded`, `OffloadConfig` and `assign_tiers`. If it is memory, `Storage` allocates it,
-and `MemoryShardStore` stores it; `Shards` must wait for an all-gather's copy from it before a
-write (`Shards.before_write`). If it is not memory, it needs one more class in the union
-`ShardStore`, with `tier`, `numel`, `dtype`, `nbytes`, `fetch`, `write` and `view`; a way into and
-out of buffers in optim/chunks.py; a way into the all-gather (`Shards.all_gather_source`); and a
-case wherever `Tier.NVME` is named. `OffloadedGrad.store` chooses the store of gradients. Bytes and
-times are in engine/counting.py, planner/memory.py, planner/traffic.py and observe/metrics.py.
-Nothing changes in comm, in the collective order, in hooks and in checkpoints.
+`assign_tiers` chooses the tiers of each bucket's parameters, optimizer states and gradients;
+`_tier` in engine/shadow.py those of an average. A new tier needs a `Tier` there, with its cases in
+`Tier.is_offloaded`, `OffloadConfig` and `assign_tiers`.
+
+If it is memory, `Storage._keep` and `OffloadedGrad.store` allocate it, and `MemoryShardStore`
+stores it; `Shards.before_write` must wait for an all-gather's copy from it (`Shards._is_uploaded`).
+Optimizer states in memory belong to the optimizer: `BucketStep._move_states` and
+`Shards.slice_state` move them.
+
+If it is not memory, it needs one more class in the union `ShardStore`, with `tier`, `numel`,
+`dtype`, `nbytes`, `fetch`, `write` and `view`; a way into and out of buffers in optim/chunks.py; a
+way into the all-gather (`Shards.all_gather_source`); and a case wherever `Tier.NVME` or
+`FileShardStore` is named, above all in `OffloadedGrad._stored`, which writes the gradient.
+`Storage.make_optim_store` makes the stores of optimizer states.
+
+Bytes and times are in `nvme_bytes` of layout/plan.py, layout/memory.py, engine/counting.py,
+record/spans.py, observe/metrics.py and planner; its planned_engine.py replaces the files.
+Names for users are in _registration.py, conf/offload and deepspeed/translate.py. Nothing changes in
+comm, in the collective order, in hooks and in checkpoints.
 """

@@ -93,6 +93,7 @@ class OffloadedGrad:
         storage = self._queue.storage
         if self._tier is Tier.NVME:
             return storage.make_optim_store(f"{self._name}.grad", self._numel, self._dtype)
+        assert self._tier is Tier.CPU
         store = MemoryShardStore(storage.cpu_empty(self._numel, self._dtype), Tier.CPU)
         self._num_own_users = _num_users(store.tensor)
         return store

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import assert_never
 
 from lightning_zero.layout.offload import (
     NUM_UPLOAD_BLOCKS,
@@ -354,8 +355,11 @@ class Storage:
             store = FileShardStore(self._store(config), name, values.numel(), values.dtype)
             store.write(0, values)
             return store
-        if tier is Tier.CPU and self.has_device_memory:
-            values = self._cpu_empty(values.numel(), values.dtype, config).copy_(values)
+        if tier is Tier.CPU:
+            if self.has_device_memory:
+                values = self._cpu_empty(values.numel(), values.dtype, config).copy_(values)
+        elif tier is not Tier.DEVICE:
+            assert_never(tier)
         return MemoryShardStore(values, tier)
 
     def _store(self, config: OffloadConfig) -> NvmeStore:
