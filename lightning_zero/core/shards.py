@@ -20,7 +20,7 @@ from lightning_zero.core.full_tensors import FullTensors
 from lightning_zero.core.writes import WriteDetector
 from lightning_zero.layout.flat import OwnedLayout, ShardLayout
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.layout.plan import BucketPlan, Master
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import is_composite
@@ -79,7 +79,7 @@ class Shards:
         # Whether an all-gather first copies the shard to the device.
         self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
-        self.has_separate_master = plan.has_separate_master
+        self.has_separate_master = plan.master.is_separate
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
         self.step_layout: ShardLayout | OwnedLayout = self.layout
         self.full_tensors: FullTensors | None = None
@@ -158,7 +158,7 @@ class Shards:
                 self.reader = ParamReader(param, storage.param_pool, storage.recorder)
         if not self.has_separate_master:
             self.master = self.param_shard
-        elif plan.begins_with_separate_master:
+        elif plan.master is Master.SEPARATE:
             self.init_master(values)
 
     def ensure_master(self) -> ShardStore:

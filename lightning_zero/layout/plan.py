@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -29,12 +30,26 @@ from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier
 from lightning_zero.layout.stage import STAGES, Stage, State
 from lightning_zero.layout.units import ROOT, find_blocks, find_units
 
-__all__ = ["BucketPlan", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
+__all__ = ["BucketPlan", "Master", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
 
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
 _EXCESS_DIVISOR = 16  # a bucket may exceed its limit by this part of it
 _REPLICATED_NUMEL = 2**16  # smaller parameters that keep float32 are replicated
+
+
+class Master(Enum):
+    """Tensor of the main parameters of a bucket, which the optimizer steps."""
+
+    PARAM = "the parameters or their shard: the dtypes agree"
+    SHARD = "the only shard of the parameters, of which an all-gather sends a cast"
+    SEPARATE = "a tensor beside the parameters or their shard"
+    DEFERRED = "as SEPARATE, made when the bucket is first stepped"
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether it is, or will be, a tensor beside the parameters or their shard."""
+        return self in (Master.SEPARATE, Master.DEFERRED)
 
 
 @dataclass(frozen=True)
@@ -51,33 +66,22 @@ class BucketPlan:
     tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
 
     @property
-    def begins_with_master(self) -> bool:
-        """Whether main parameters in another dtype exist from the start."""
-        return self.master_dtype != self.dtype and (self.is_trainable or self.loses_bits)
-
-    @property
-    def casts_on_all_gather(self) -> bool:
-        """Whether main parameters are the only shard, of which an all-gather sends a cast.
-
-        Only where both are on the device: a narrower shard is faster to copy from another tier.
-        """
+    def master(self) -> Master:
+        """Tensor of the main parameters."""
+        if self.master_dtype == self.dtype:
+            return Master.PARAM
+        if not self.is_trainable and not self.loses_bits:
+            return Master.DEFERRED
+        # A narrower shard is faster to copy from another tier.
         is_on_device = self.tiers.param is self.tiers.optim is Tier.DEVICE
-        return self.begins_with_master and self.stage.has_shard(State.PARAM) and is_on_device
-
-    @property
-    def has_separate_master(self) -> bool:
-        """Whether main parameters are a tensor beside the parameters or their shard."""
-        return self.master_dtype != self.dtype and not self.casts_on_all_gather
-
-    @property
-    def begins_with_separate_master(self) -> bool:
-        """Whether separate main parameters exist from the start."""
-        return self.begins_with_master and not self.casts_on_all_gather
+        if self.stage.has_shard(State.PARAM) and is_on_device:
+            return Master.SHARD
+        return Master.SEPARATE
 
     @property
     def shard_dtype(self) -> torch.dtype:
         """Dtype of the shard of parameters that are sharded."""
-        return self.master_dtype if self.casts_on_all_gather else self.dtype
+        return self.master_dtype if self.master is Master.SHARD else self.dtype
 
 
 @dataclass(frozen=True)
@@ -202,7 +206,7 @@ def nvme_bytes(plan: Plan) -> tuple[int, int]:
             params += shard.param
         if bucket.is_trainable and bucket.tiers.grad is Tier.NVME:
             others += shard.grad
-        if bucket.begins_with_separate_master and bucket.tiers.optim is Tier.NVME:
+        if bucket.master is Master.SEPARATE and bucket.tiers.optim is Tier.NVME:
             others += numel * bucket.master_dtype.itemsize
     return params, others
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffer_config
-from lightning_zero.layout.plan import BucketPlan, Plan
+from lightning_zero.layout.plan import BucketPlan, Master, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.optimizers import OptimizerStates, StateSpec
 
@@ -182,7 +182,7 @@ class MemoryEstimator:
         return [unsharded] if is_in_place else [unsharded, shard]
 
     def _master(self, bucket: BucketPlan, numel: int) -> int:
-        if not bucket.begins_with_separate_master:
+        if bucket.master is not Master.SEPARATE:
             return 0
         if not bucket.stage.has_shard(State.OPTIM):
             return bucket.layout.numel * bucket.master_dtype.itemsize
@@ -211,7 +211,8 @@ class MemoryEstimator:
         for bucket in self.plan.buckets:
             layout, is_sharded = bucket.layout, bucket.stage.has_shard(State.OPTIM)
             numel = len(layout.shard(rank)) if is_sharded else layout.numel
-            dtype = bucket.master_dtype if bucket.begins_with_master else bucket.dtype
+            is_deferred = bucket.master is Master.DEFERRED
+            dtype = bucket.dtype if is_deferred else bucket.master_dtype
             for wanted in self._averages:
                 is_on_device = wanted is Tier.DEVICE or not self.has_device_memory
                 is_on_device &= bucket.tiers.optim is Tier.DEVICE
@@ -258,7 +259,7 @@ class MemoryEstimator:
         param = padded_bytes(numel, bucket.dtype)
         master = padded_bytes(numel, bucket.master_dtype)
         grad = padded_bytes(numel, self.plan.grad_dtype(bucket))
-        if bucket.has_separate_master:
+        if bucket.master is Master.SEPARATE:
             if bucket.tiers.optim is Tier.NVME:
                 files.append((True, True, master))
             if param_in_file:
