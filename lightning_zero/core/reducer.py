@@ -285,6 +285,14 @@ class Reducer:
         self._order.note("a step of the optimizer")
         self.has_stepped = True
 
+    def note_stepped(self, buckets: Sequence[Bucket]) -> None:
+        """Notes which buckets an optimizer steps; a rank that steps others gets an error. Local.
+
+        Without the error, the others would wait for its all-gathers after the step.
+        """
+        numbers = [self._numbers[bucket] for bucket in buckets]
+        self._order.note(f"a step of buckets {numbers}")
+
     def reduce_local(self) -> None:
         """Completes the means after backwards that left gradients local or partial. Collective."""
         if not self.is_mid_step:

@@ -317,6 +317,7 @@ class OptimizerStep:
                 has_grads = bucket.comm.control.union(has_grads)
                 break
         self._stepping = [b for b, has_grad in zip(buckets, has_grads, strict=True) if has_grad]
+        self._reducer.note_stepped(self._stepping)
         self._is_inside = True
         if self._kind is StepKind.BY_BUCKET:
             self._is_inside_bucket = True
