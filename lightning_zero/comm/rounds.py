@@ -293,9 +293,9 @@ def _desync_text(name: str, action: str = "") -> str:
         "One rank has fewer or more batches, runs an additional forward or backward, reads "
         "parameters, or makes other calls "
         "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
-        "sharded gradients, p.grad = None, p.data = values). Give all ranks the same number of batches, as "
-        "Lightning's own sampler does, and make the same calls in the same order on all ranks, "
-        f"not under `if rank == 0`.\n{DESYNC_HINT}"
+        "sharded gradients, p.grad = None, p.data = values). Give all ranks the same number of "
+        "batches, as Lightning's own sampler does, and make the same calls in the same order on "
+        f"all ranks, not under `if rank == 0`.\n{DESYNC_HINT}"
     )
 
 

@@ -5,6 +5,7 @@
     probe         classifies an optimizer: elementwise, full tensors, or refused
     clone         copies of an optimizer over other tensors
     step          the optimizer step: all at once, or bucket by bucket with offloaded states
+    bucket_loop   steps of several buckets, one after the other, in a worker thread or not
     chunks        step of one bucket in chunks, which are read, stepped and written in a pipeline
     methods       other methods of an optimizer's class, such as `train` and `eval`
     state_view    `optimizer.state` as users see it

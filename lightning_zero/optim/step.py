@@ -19,9 +19,8 @@ the next backward, which waits, too. So the values are those of a step without o
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +30,12 @@ from torch.optim import Optimizer
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of, lockstep_of
 from lightning_zero.core.reducer import Reducer
-from lightning_zero.core.step_worker import StepLoop, StepWorker
+from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.chunks import BucketStep, ChunkStep, calls_of, chunks_of, step_chunks
+from lightning_zero.optim.bucket_loop import step_buckets
+from lightning_zero.optim.chunks import chunks_of
 from lightning_zero.optim.clone import (
     OptimizerClone,
     is_device_scalar,
@@ -428,82 +428,11 @@ class OptimizerStep:
             self._drain()  # a loop of another optimizer may use the buffers
         for buckets, worker in ((at_once, None), (overlapped, self._worker)):
             if buckets:
-                self._step_buckets(buckets, clone, worker)
-
-    def _step_buckets(
-        self, buckets: Sequence[Bucket], clone: OptimizerClone, worker: StepWorker | None
-    ) -> None:
-        """Steps `buckets` one after the other, on the thread of `worker` if there is one."""
-        steps = [BucketStep(bucket, clone) for bucket in buckets]
-        loop = StepLoop(self._storage.device, steps)
-        work: list[list[ChunkStep]] = []
-        try:
-            for step in steps:
-                step.bucket.begin_step(loop.add() if worker is not None else None)
-                work.append(step.chunks())
-            run = partial(self._run, loop, buckets, clone, work)
-            if worker is not None:
-                worker.submit(loop, run)
-            else:
-                run()
-        except BaseException as error:
-            loop.fail(error)  # a reset waits for the end of the loop
-            raise
+                step_buckets(buckets, clone, self._storage, worker)
 
     def _drain(self, *_: Any) -> None:
         if self._worker is not None:
             self._worker.drain()
-
-    def _run(
-        self,
-        loop: StepLoop,
-        buckets: Sequence[Bucket],
-        clone: OptimizerClone,
-        work: Sequence[Sequence[ChunkStep]],
-    ) -> None:
-        """Steps every bucket; a bucket counts as stepped when its last writes have been issued."""
-        try:
-            self._run_calls(loop, buckets, clone, list(calls_of(work)))
-        except BaseException:
-            for step in (step for steps in work for step in steps):
-                step.discard()
-            raise
-        if clone.error is not None:
-            raise clone.error
-
-    def _run_calls(
-        self,
-        loop: StepLoop,
-        buckets: Sequence[Bucket],
-        clone: OptimizerClone,
-        calls: Sequence[tuple[int, list[ChunkStep]]],
-    ) -> None:
-        rest = list(buckets)
-
-        def end_before(number: int) -> None:
-            while len(buckets) - len(rest) < number:
-                rest.pop(0).end_step()
-                if clone.error is None:
-                    loop.advance()
-
-        in_files: list[Task] = []
-        in_memory: list[Callable[[], object]] = []  # run with the next job that needs a buffer
-        in_memory += [step.start_load for _, steps in calls[:1] for step in steps]
-        for call, (number, steps) in enumerate(calls, start=1):
-            in_memory.append(partial(end_before, number))
-            in_memory += [
-                step.start_load for _, others in calls[call : call + 1] for step in others
-            ]
-            if steps[0].chunk.files:
-                in_files.append(Task(steps[0].chunk.ranges, partial(_run_all, in_memory, steps)))
-                in_memory = []
-            else:
-                in_memory.append(partial(step_chunks, steps, []))
-        if in_files:
-            self._storage.pipeline.run(in_files)
-        for run in in_memory:
-            run()
-        end_before(len(buckets))
 
     def read_ahead(self) -> None:
         """Starts to read the files of the next step, as far as buffers are free."""
@@ -593,11 +522,3 @@ def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
                 "sharded in slices when the engine was built. Give this optimizer all of its "
                 "parameters before that (in Lightning, in configure_optimizers)."
             )
-
-
-def _run_all(
-    before: Sequence[Callable[[], object]], steps: Sequence[ChunkStep], views: list[Tensor]
-) -> None:
-    for run in before:
-        run()
-    step_chunks(steps, views)

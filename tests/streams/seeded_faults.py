@@ -80,7 +80,7 @@ _GRAD_OFFLOAD, _STATE_OFFLOAD, _NVME = (
     "tiers/state_offload.py",
     "tiers/nvme.py",
 )
-_CHUNKS, _STEP, _ACTIVATIONS = "optim/chunks.py", "optim/step.py", "activations.py"
+_CHUNKS, _ACTIVATIONS = "optim/chunks.py", "activations.py"
 
 _S1, _S2 = "stage 1, device, fp32, overlap", "stage 2, device, fp16, accumulate"
 _S3, _GROUPS = "stage 3, device, fp32, two groups", "stage 1, device, bf16, groups"
