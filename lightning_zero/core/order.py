@@ -53,6 +53,7 @@ error on all ranks.
 
 Where uneven calls are allowed, ranks leave one after the other (core/lockstep.py). A rank that has
 left takes part in the passes of the others in the same way: it issues their schedules, or answers.
+It has no gradients, so all ranks begin a backward together (`barrier`), or all get an error.
 """
 
 from __future__ import annotations
