@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.default_cases("3-3-True")
 @pytest.mark.parametrize(
     ("saved", "resumed", "is_sharded"), slow_but({(3, 3, True), (1, 3, False)}, CASES)
 )
@@ -85,6 +86,7 @@ def test_a_resumed_loop_is_bit_equal(saved, resumed, is_sharded, tmp_path):
     assert_equal(run_ranks(2, _resume, resumed, path), expected)
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_float32_main_parameters_of_a_16_bit_module_are_kept(is_sharded, tmp_path):
     path = str(tmp_path / "one.ckpt")
@@ -120,6 +122,7 @@ def _resume_in_trainer(rank, world_size, stage, path):
     return module.losses, arrays(module.state_dict())
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_a_trainer_resumes_from_the_checkpoint_of_an_engine(is_sharded, tmp_path):
     path = str(tmp_path / "one.ckpt")

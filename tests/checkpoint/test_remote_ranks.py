@@ -46,6 +46,7 @@ def _assert_equal(state, other):
 # --------------------------------------------------------------------------- one process
 
 
+@pytest.mark.default_cases("sharded")
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_one_process_keeps_its_checkpoints_at_an_address(form):
     run_ranks(1, _train_at_an_address, form, has_group=False)

@@ -127,6 +127,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.default_cases("0-8-plain-1", "2-8-offload-1", "3-8-plain-2", "3-8-groups-2")
 @pytest.mark.parametrize(("stage", "num", "options", "num_micro_batches"), CELLS)
 def test_a_micro_batch_has_two_rounds_of_which_one_is_waited_for(
     stage, num, options, num_micro_batches

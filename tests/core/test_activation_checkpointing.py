@@ -71,6 +71,7 @@ def _compare(rank, world_size, stage):
     assert all(map(torch.equal, expected, found))
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`activation_checkpointing`")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_blocks_run_again_in_backward_with_the_same_values_and_random_numbers(stage):

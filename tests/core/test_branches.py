@@ -99,6 +99,7 @@ MODES = ["same", "checkpointed", "repeated", "dropped", "shuffled", "rare", "twi
 CELLS = [(mode, size, seed) for mode in MODES for size in (2, 3, 4) for seed in range(10)]
 
 
+@pytest.mark.default_cases("dropped-2-0", "twice-2-0", "late-3-0")
 @pytest.mark.parametrize(
     ("mode", "size", "seed"),
     # Late ranks are shuffled, too.
@@ -116,6 +117,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.default_cases("{'prefetch_bucket_size': 100}", "{'sharding_group_size': 2}")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ranks_that_take_different_branches_train_as_one_process_with_other_settings(options):
     size = 4 if "sharding_group_size" in options else 2
@@ -209,6 +211,7 @@ def _freeze_on_all(rank, world_size, stage):
     return _worst(engine, net, alone)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_parameter_frozen_on_all_ranks_between_forward_and_backward_is_left_out(stage):
     assert max(run_ranks(2, _freeze_on_all, stage)) < 1e-6
@@ -256,6 +259,7 @@ def _look_before_step(rank, world_size, mode, seed):
 CELLS = [(mode, size, seed) for mode in ("same", "dropped") for size in (2, 3) for seed in range(5)]
 
 
+@pytest.mark.default_cases("dropped-2-0")
 @pytest.mark.parametrize(
     ("mode", "size", "seed"), slow_but([("same", 2, 0), ("dropped", 2, 0)], CELLS)
 )

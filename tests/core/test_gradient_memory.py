@@ -61,6 +61,7 @@ def _measure(rank, world_size, settings, zero):
     return found
 
 
+@pytest.mark.default_cases("settings0-4-engine", "settings1-4-optimizer", "settings2-4-engine")
 @pytest.mark.parametrize("zero", ["engine", "optimizer"])
 @pytest.mark.parametrize(
     ("settings", "shard_bytes"),

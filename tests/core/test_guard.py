@@ -122,7 +122,7 @@ def _warn(rank, world_size, stage, tier, policy):
     return texts, reports[1], arrays(module.state_dict())
 
 
-@pytest.mark.default_cases("0-device", "1-device", "3-device", "2-cpu")
+@pytest.mark.default_cases("0-device", "3-device")
 @pytest.mark.shows("`on_nonfinite`")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
@@ -170,7 +170,7 @@ def _stop(rank, world_size, stage, tier):
     return before, after, later
 
 
-@pytest.mark.default_cases("1-device", "3-cpu")
+@pytest.mark.default_cases("3-cpu")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_stop_leaves_parameters_and_optimizer_as_before_the_step(stage, tier):
     ranks = run_ranks(2, _stop, stage, tier)
@@ -215,7 +215,7 @@ def _skip(rank, world_size, options, make_optimizer, poison):
     return result, settings, num_skipped
 
 
-@pytest.mark.default_cases("0-device", "1-device", "3-nvme")
+@pytest.mark.default_cases("0-device", "3-nvme")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_skip_equals_a_run_without_the_batch(stage, tier):
     _assert_skips(options_of(stage, tier), adamw)
@@ -426,6 +426,7 @@ def _an_optimizer_that_steps_later(rank, world_size, stage):
     assert all(p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_skip_drops_the_gradients_of_an_optimizer_that_steps_later(stage):
     run_ranks(2, _an_optimizer_that_steps_later, stage)
@@ -473,6 +474,7 @@ def _step_after_no_sync(rank, world_size, options):
     engine.close()
 
 
+@pytest.mark.default_cases("2-options0", "4-options2")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(2, {"stage": 1}), (2, {"stage": 2}), (4, {"stage": 2, "sharding_group_size": 2})],
@@ -554,6 +556,7 @@ def _branches(rank, world_size, stage):
     engine.close()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_parameter_of_one_rank_only_is_named(stage):
     run_ranks(2, _branches, stage)

@@ -76,6 +76,7 @@ def test_the_schedule_of_units_that_only_some_ranks_use_is_kept():
     assert [num_rounds for num_rounds, _ in steps[3:]] == [REPLAYED] * 5
 
 
+@pytest.mark.default_cases("nested")
 @pytest.mark.parametrize(
     "heads", [([0, 1, 2], [0, 1, 3]), ([0, 1], [0, 1, 2])], ids=["disjoint", "nested"]
 )

@@ -182,6 +182,7 @@ def _losses(stage, compile_):
     return losses, counts
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_compiled_module_may_use_parameters_anywhere(stage):
@@ -240,6 +241,7 @@ def _assert_compiled_as_plain(module, backend="eager", **settings):
     return counts
 
 
+@pytest.mark.default_cases("1")
 @pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_another_batch_length_compiles_again_while_parameters_have_gradients(stage):

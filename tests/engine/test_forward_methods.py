@@ -95,6 +95,7 @@ def _train_engine(rank, world_size, stage):
     return losses, arrays(policy.state_dict())
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.shows("`Engine.register_forward_method`")
 @pytest.mark.parametrize("stage", ANY_STAGE)
 def test_a_registered_method_trains_as_the_forward_of_ddp(stage):

@@ -175,6 +175,7 @@ def _cells():
 @pytest.mark.parametrize(("backend", "size"), GROUPS)
 @pytest.mark.parametrize(("precision", "stage"), _cells())
 class TestModelStates:
+    @pytest.mark.default_cases("fp32-2-gloo-2", "fp32-3-gloo-2", "bf16, fp32 mean-3-gloo-2")
     def test_have_the_bytes_of_the_stage_and_are_reported(self, stage, precision, backend, size):
         """One test: what is measured together costs seconds, and is not known to other workers."""
         expected = NUMEL * BYTES_PER_PARAMETER[precision, stage](size)

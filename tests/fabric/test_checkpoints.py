@@ -74,6 +74,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.default_cases("saved1-loaded1", "ddp-loaded3")
 @pytest.mark.shows("Fabric: checkpoints of other stages and of DDP, and back")
 @pytest.mark.parametrize(("saved", "loaded"), slow_but(PAIRS[:4], PAIRS))
 def test_training_goes_on_in_another_stage_or_with_ddp(saved, loaded, tmp_path):
@@ -195,6 +196,7 @@ def _two_modules(rank, world_size, kind, path):
     assert_same_state(arrays(second["d"].state_dict()), arrays(expected))
 
 
+@pytest.mark.default_cases("sharded")
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 def test_one_checkpoint_has_the_states_of_several_engines(kind, tmp_path):
     run_ranks(2, _two_modules, kind, str(tmp_path / "one.ckpt"), has_group=False)

@@ -86,6 +86,7 @@ def _train_engine(rank, world_size, stage, accumulation=2, clip=0.05):
     return losses, norms, arrays(module.state_dict())
 
 
+@pytest.mark.default_cases("zero1", "zero3")
 @pytest.mark.shows("Fabric")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
 def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
@@ -124,6 +125,7 @@ def test_fabric_is_bit_equal_to_an_engine(stage):
             np.testing.assert_array_equal(value, other[2][name], err_msg=name)
 
 
+@pytest.mark.default_cases("16-mixed")
 @pytest.mark.parametrize(
     "precision", slow_but({"bf16-mixed", "16-mixed"}, ["bf16-mixed", "16-mixed", "bf16-true"])
 )
@@ -182,6 +184,7 @@ def _gan(rank, world_size, strategy):
     return losses, arrays(generator.state_dict()), arrays(discriminator.state_dict())
 
 
+@pytest.mark.default_cases("zero3")
 @pytest.mark.shows("Fabric: several modules, as in a GAN")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3"}, NAMES))
 def test_a_gan_with_two_setups_equals_ddp(name):
@@ -271,6 +274,7 @@ def _distill(rank, world_size, strategy):
     return losses, arrays(student.state_dict())
 
 
+@pytest.mark.default_cases("zero3")
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_teacher_and_a_student_equal_ddp(name):
     expected = run_ranks(2, _distill, "ddp", has_group=False)

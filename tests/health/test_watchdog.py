@@ -435,6 +435,7 @@ def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     return "".join(shown.lines)
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("is_rank_0_there", [True, False])
 def test_a_wait_in_another_thread_is_reported_also_where_rank_0_does_not_answer(is_rank_0_there):
     texts = run_ranks(2, _wait_in_thread_or_without_rank_0, is_rank_0_there)

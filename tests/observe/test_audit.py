@@ -261,6 +261,7 @@ def scale_up(trainer):
     trainer.strategy.precision_plugin.scaler._scale *= 2
 
 
+@pytest.mark.default_cases("advance_schedule-scheduler last_epoch of StepLR 0")
 @pytest.mark.parametrize(
     ("change", "name"),
     [
@@ -445,6 +446,7 @@ def _fit_beside(rank, world_size, factory, options):
     return losses
 
 
+@pytest.mark.default_cases("CoolingModule", "CompiledModule", "compiled")
 @pytest.mark.parametrize(
     "model", [DrawingModule, EmptyingModule, CoolingModule, CompiledModule, HookedModule, compiled]
 )

@@ -63,7 +63,7 @@ def traced(spec, folder, **options):
     return run_ranks(2, _trace, spec, options, str(folder), has_group=False)
 
 
-@pytest.mark.default_cases("skip-1", "warn-3")
+@pytest.mark.default_cases("warn-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", ["warn", "skip"])
 def test_the_module_is_named_and_training_goes_on_bit_by_bit(stage, policy, tmp_path):

@@ -141,6 +141,7 @@ def _in_fewer_calls(rank, world_size, stage, overlap_step):
     assert 3 < SlowSGD.num_calls < num_separate
 
 
+@pytest.mark.default_cases("3-False")
 @pytest.mark.parametrize(("stage", "overlap_step"), [(1, True), (3, False)])
 def test_small_buckets_that_are_stepped_in_one_call_get_the_same_values(stage, overlap_step):
     run_ranks(2, _in_fewer_calls, stage, overlap_step)

@@ -78,6 +78,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.default_cases("AdamW-True-3")
 @pytest.mark.parametrize(("name", "is_closure", "stage"), CASES)
 def test_a_schedule_free_optimizer_trains_as_under_ddp(name, is_closure, stage):
     factory = partial(ScheduleFreeModule, name, is_closure, num_batches=6)
@@ -118,6 +119,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.default_cases("first1-second1-train")
 @pytest.mark.parametrize(("first", "second", "mode"), RESUMED)
 def test_a_schedule_free_run_is_resumed_from_either_mode(tmp_path, first, second, mode):
     ours = _two_fits(tmp_path / "ours", first, second, mode)

@@ -290,7 +290,7 @@ def _weigh(rank, world_size, stage, precision):
 
 
 @pytest.mark.shows("averages of weights at 4/N bytes per parameter")
-@pytest.mark.default_cases("32-true-1", "bf16-mixed-3")
+@pytest.mark.default_cases("bf16-mixed-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_an_average_takes_four_bytes_of_every_parameter_over_all_ranks(precision, stage):

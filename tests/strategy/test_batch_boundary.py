@@ -137,7 +137,7 @@ def _fit_alone(rank, world_size, what, stage=3):
     return _outcome(trainer, MLPModule(ranks=world_size))
 
 
-@pytest.mark.default_cases("_log_dir", "_gathered", "_module_state")
+@pytest.mark.default_cases("_log_dir", "_module_state")
 @pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
     for error in _errors(2, _fit_alone, what):

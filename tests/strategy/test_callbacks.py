@@ -111,7 +111,7 @@ def _finetune(rank, world_size, spec, name):
     return first, fit(rank, world_size, spec, factory, _finetuning(make), ckpt_path=path)
 
 
-@pytest.mark.default_cases("BackboneFinetuning-1", "BackboneFinetuning-3")
+@pytest.mark.default_cases("BackboneFinetuning-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.shows(name)) for name in FINETUNING]
@@ -343,6 +343,7 @@ def shows_each(names):
     return decorate
 
 
+@pytest.mark.default_cases("3")
 @shows_each(CHECKS)
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_observing_callbacks_record_the_same_as_under_ddp(stage):

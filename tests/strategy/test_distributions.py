@@ -123,6 +123,7 @@ PAGE = PAGE.replace("devices=8", 'devices=2, accelerator="cpu"')
 PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
 
 
+@pytest.mark.default_cases("pytorch_lightning", "named by the variable")
 @pytest.mark.parametrize(
     ("first", "second", "chosen", "variables"),
     [

@@ -271,6 +271,7 @@ def _refuse(rank, world_size, spec):
     return len(module.losses)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_an_exception_of_all_ranks_is_raised_on_each_and_the_next_fit_works(stage):
     assert run_ranks(2, _refuse, settings(stage), has_group=False) == [11, 11]

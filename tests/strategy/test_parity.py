@@ -25,6 +25,7 @@ STAGES = [0, 1, 2, 3]
 MODELS = {"gpt": GPTModule, "conv": ConvModule}
 
 
+@pytest.mark.default_cases("gpt-2-4-1", "gpt-2-4-3", "conv-3-1-2", "conv-3-1-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("model", "world_size", "accumulation"),
@@ -69,13 +70,7 @@ def test_each_scheduler_equals_ddp(scheduler, stage):
     assert reference[0].learning_rates[0] != OPTIMIZERS["adamw"].keywords["lr"]
 
 
-@pytest.mark.default_cases(
-    "prefetch all",
-    "few live parameters",
-    "small parameters unsharded",
-    "all parameters unsharded",
-    "no reshard after forward",
-)
+@pytest.mark.default_cases("prefetch all", "few live parameters", "all parameters unsharded")
 @pytest.mark.parametrize(
     "options",
     [

@@ -48,6 +48,7 @@ def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
     return starts, [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.default_cases("sharded-saved-last", "sharded-None-newest")
 @pytest.mark.parametrize(
     ("form", "dirpath", "asked"),
     [("sharded", "saved", "last"), ("sharded", None, "newest"), ("full", None, "last")],

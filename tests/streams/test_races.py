@@ -30,6 +30,18 @@ BROKEN = [  # and what is found then
 ]
 
 
+@pytest.mark.default_cases(
+    "stage 1, device, fp32, overlap",
+    "stage 1, device, bf16, groups",
+    "stage 2, device, fp16, accumulate",
+    "stage 3, device, fp32, overlap",
+    "stage 3, device, fp32, failures in groups",
+    "stage 3, device, fp32, two groups",
+    "stage 3, device, bf16, muon",
+    "stage 3, cpu optimizer, bf16, overlap beside replicated",
+    "stage 3, cpu parameters, bf16, accumulate",
+    "stage 3, nvme both, bf16, overlap",
+)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenario: Scenario):
     outcome = checker.run(scenario)
@@ -37,7 +49,7 @@ def test_every_use_of_memory_comes_after_the_one_before(checker: Checker, scenar
     assert outcome.num_checks > 500
 
 
-@pytest.mark.default_cases("side stream", "forget", "numbers at once", "file")
+@pytest.mark.default_cases("side stream", "forget")
 @pytest.mark.parametrize(("scenario", "kind"), BROKEN, ids=[one.broken for one, _ in BROKEN])
 def test_a_wait_that_is_left_out_is_found(checker: Checker, scenario: Scenario, kind: str):
     found = checker.run(scenario).problems

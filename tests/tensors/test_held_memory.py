@@ -58,6 +58,7 @@ def _alias(rank, world_size, stage, overlaps):
     assert torch.equal(state["blocks.1.weight"], values["blocks.1.weight"])
 
 
+@pytest.mark.default_cases("2-False", "1-True")
 @pytest.mark.parametrize(("stage", "overlaps"), [(1, False), (2, False), (1, True)])
 def test_views_of_an_unsharded_parameter_show_the_new_values_when_the_step_returns(stage, overlaps):
     run_ranks(2, _alias, stage, overlaps)
@@ -314,6 +315,17 @@ def _count_holders(rank, world_size, settings, dtype):
 NVME = {"device": "nvme", "nvme_path": "."}
 
 
+@pytest.mark.default_cases(
+    "settings5-dtype1",
+    "settings6-dtype1",
+    "settings7-dtype1",
+    "settings8-dtype1",
+    "settings0-dtype1",
+    "settings1-dtype1",
+    "settings2-dtype1",
+    "settings3-dtype1",
+    "settings4-dtype1",
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "settings",

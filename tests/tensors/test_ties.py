@@ -185,6 +185,7 @@ def _tied(tie, is_built_later):
     return partial(Tied, tie, is_built_later, ranks=2)
 
 
+@pytest.mark.default_cases("1-True", "3-True")
 @pytest.mark.parametrize("is_built_later", [False, True])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_tie_by_memory_trains_as_the_tie_by_object_under_ddp(stage, is_built_later):

@@ -189,6 +189,7 @@ def _compare_separate_memory(rank, world_size, stage, dtype):
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=dtype)
 
 
+@pytest.mark.default_cases("2-None", "3-dtype2")
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
