@@ -36,7 +36,7 @@ from lightning_zero.planner import (
     make_memory_estimator,
 )
 from tests.benchmarks.live_peak import peak_of_last_step
-from tests.benchmarks.storage import live_storage_bytes
+from tests.support.storage import live_storage_bytes
 
 __all__ = ["Case", "Compared", "compare", "compare_module"]
 

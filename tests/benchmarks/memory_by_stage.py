@@ -30,8 +30,8 @@ from lightning_zero.layout.sizes import byte_unit
 from lightning_zero.layout.stage import STAGES, State
 from lightning_zero.observe.plots import INK, STATE_COLOURS, blank_figure
 from tests.benchmarks.report import SIZES
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.ranks import run_ranks
+from tests.support.storage import live_storage_bytes
 
 OUTLINE = {"fill": False, "edgecolor": INK, "linestyle": (0, (4, 2)), "linewidth": 1.0}
 PICTURE = Path(__file__).with_name("memory_by_stage.png")

@@ -48,8 +48,8 @@ from tests.benchmarks.report import (
     title,
 )
 from tests.benchmarks.resident import peak_bytes, reset_peak, resident_bytes
-from tests.benchmarks.storage import live_storage_bytes
 from tests.benchmarks.systems import ADAMW, SYSTEMS, System
+from tests.support.storage import live_storage_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -11,9 +11,9 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_zero import full_state_dict, load_checkpoint, save_checkpoint
-from tests.engine.test_engine_loop import LossModule, assert_same_state, batch, build, engine_for
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, make_trainer
+from tests.support.loops import LossModule, assert_same_state, batch, build, engine_for
 from tests.support.ranks import run_ranks
 
 

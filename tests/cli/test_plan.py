@@ -22,7 +22,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.cli import main
 from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.planner import SHAPES, Decoder, shape_of_hugging_face
-from tests.conf.test_conf import composed
+from tests.support.composed import composed
 from tests.support.planned import MODELS, ViT
 
 ROOT = Path(__file__).parents[2]

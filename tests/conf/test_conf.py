@@ -4,7 +4,6 @@ import inspect
 import pickle
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -23,8 +22,8 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.conf import apply_extras, make_trainer, optimized_metric
 from lightning_zero.observe import loggers
+from tests.support.composed import CONF, composed
 
-CONF = Path(__file__).parents[2] / "conf"
 FILES = sorted(CONF.rglob("*.yaml"))
 
 
@@ -46,11 +45,6 @@ NEEDS = {
     "logger=tensorboard": ("tensorboard", "tensorboard"),
     "logger=many_loggers": ("tensorboard", "tensorboard"),
 }
-
-
-def composed(*overrides, name="train"):
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose(name, overrides=list(overrides))
 
 
 def skip_without_extra(*overrides):

@@ -14,10 +14,10 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.construction import building
 from lightning_zero.tensors.partial import PartialParameter, partial_of
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import GPTModule, Recorder
 from tests.support.ranks import run_ranks
+from tests.support.storage import live_storage_bytes
 
 # 6 blocks of 0.2 M parameters, of which 0.13 M may be unsharded at a time.
 MODEL = GPTConfig(vocab_size=64, context=8, width=128, num_layers=6, num_heads=4)

@@ -13,11 +13,11 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig, load_from_checkpoint, load_weights
 from lightning_zero.comm.communicator import Communicator
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import MLPModule, Recorder
 from tests.support.ranks import run_ranks
+from tests.support.storage import live_storage_bytes
 
 CPU = torch.device("cpu")
 STAGES = [1, 2, 3]

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_zero import Engine, ZeroConfig, full_grad
 from lightning_zero.layout.stage import State
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.cells import slow_but
 from tests.support.ranks import run_ranks
+from tests.support.storage import live_storage_bytes
 
 CPU = {"offload_optimizer": "cpu"}
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "swap", "max_in_cpu_bytes": 0}}

@@ -15,8 +15,8 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import lightning_zero
-from tests.engine.test_engine_loop import batch, build, engine_for
 from tests.support.fitting import arrays, make_trainer, run_once, settings
+from tests.support.loops import batch, build, engine_for
 from tests.support.models import GPTModule
 from tests.support.ranks import RankError, run_ranks
 

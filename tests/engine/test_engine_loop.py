@@ -13,46 +13,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.tensors.guarded import unguard
 from tests.support.fitting import arrays
+from tests.support.loops import assert_same_state, batch, build, engine_for
 from tests.support.ranks import run_ranks
 
 STAGES = [0, 1, 2, 3]
-
-
-class LossModule(nn.Module):
-    """The example's GPT, which returns its loss."""
-
-    def __init__(self, width=32):
-        super().__init__()
-        self.gpt = GPT(GPTConfig(vocab_size=64, context=8, width=width, num_layers=3, num_heads=4))
-
-    def forward(self, ids):
-        return F.cross_entropy(self.gpt(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-
-
-def build(width=32):
-    """The module and its AdamW, the same on every rank."""
-    torch.manual_seed(0)
-    module = LossModule(width)
-    return module, torch.optim.AdamW(module.parameters(), lr=1e-3, eps=1e-5)
-
-
-def batch(rank, step):
-    """The ids of one micro-batch, (2, 9)."""
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return torch.randint(64, (2, 9), generator=generator)
-
-
-def engine_for(module, optimizers, stage, **options):
-    from lightning_zero import Engine, ZeroConfig
-
-    return Engine(module, optimizers=optimizers, config=ZeroConfig(stage=stage, **options))
 
 
 def _train_ddp(rank, world_size, accumulation, clip, norm_type=2.0):
@@ -105,12 +74,6 @@ def assert_same(ours, expected):
         np.testing.assert_allclose(losses, ddp_losses, rtol=1e-6)
         np.testing.assert_allclose(norms, ddp_norms, rtol=2e-6)
         assert_same_state(state, ddp_state)
-
-
-def assert_same_state(state, expected):
-    assert list(state) == list(expected)
-    for name, value in expected.items():
-        np.testing.assert_allclose(state[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.default_cases("1-1-1")

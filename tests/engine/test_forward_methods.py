@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.engine.test_engine_loop import assert_same_state, engine_for
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
+from tests.support.loops import assert_same_state, engine_for
 from tests.support.ranks import run_ranks
 
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import lightning_zero
 from examples.gpt import GPT, GPTConfig
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.ranks import run_ranks
+from tests.support.storage import live_storage_bytes
 
 # 5 blocks of 0.44 M parameters, 0.2 M around them: every tensor is a multiple of 64 elements, so
 # nothing worth a percent is padding.

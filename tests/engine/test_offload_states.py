@@ -10,9 +10,9 @@ import torch
 
 from lightning_zero import full_state_dict, save_checkpoint
 from lightning_zero.layout.stage import State
-from tests.engine.test_engine_loop import batch, build, engine_for
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
+from tests.support.loops import batch, build, engine_for
 from tests.support.ranks import run_ranks
 
 

@@ -10,10 +10,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
-from tests.engine.test_engine_loop import LossModule, assert_same_state, batch, build
 from tests.fabric.test_fabric import Discriminator, Generator, launch
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, make_trainer
+from tests.support.loops import LossModule, assert_same_state, batch, build
 from tests.support.ranks import run_ranks
 
 

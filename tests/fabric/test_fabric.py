@@ -19,9 +19,9 @@ from torch.nn import functional as F
 import lightning_zero
 from lightning_zero.fabric import ZeroStrategy
 from lightning_zero.health.failures import DesynchronizedError
-from tests.engine.test_engine_loop import assert_same_state, batch, build, engine_for
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays
+from tests.support.loops import assert_same_state, batch, build, engine_for
 from tests.support.ranks import RankError, run_ranks
 
 NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]

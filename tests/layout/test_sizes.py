@@ -4,7 +4,7 @@ import pytest
 
 from lightning_zero import OffloadConfig, ZeroConfig
 from lightning_zero.layout.sizes import format_bytes, parse_bytes, parse_count
-from tests.conf.test_conf import composed
+from tests.support.composed import composed
 
 
 @pytest.mark.parametrize(

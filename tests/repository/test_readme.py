@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero.observe.recordings import write_recording
-from tests.conf.test_conf import composed
+from tests.support.composed import composed
 from tests.support.fitting import make_trainer, settings
 from tests.support.hugging_face import VOCABULARY, llama
 from tests.support.pages import GUIDES, PAGES, README, ROOT, blocks

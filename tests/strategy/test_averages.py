@@ -18,10 +18,10 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 
-from tests.benchmarks.storage import live_storage_bytes
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import ConvModule, MLPModule, TiedModule
 from tests.support.ranks import RankError, run_ranks
+from tests.support.storage import live_storage_bytes
 
 STAGES = [1, 2, 3]
 

@@ -12,9 +12,9 @@ import torch
 from lightning.pytorch import Callback
 
 import lightning_zero
-from tests.engine.test_engine_loop import engine_for
 from tests.support.fitting import fit, settings
 from tests.support.hugging_face import MODELS, MORE_MODELS, HuggingFaceModule, llama
+from tests.support.loops import engine_for
 from tests.support.ranks import run_ranks
 
 slow = pytest.mark.slow

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lightning_zero import offload_activations
-from tests.engine.test_engine_loop import batch, build, engine_for
 from tests.support.fitting import fit, settings
 from tests.support.hugging_face import HuggingFaceModule
+from tests.support.loops import batch, build, engine_for
 from tests.support.models import GPTModule
 from tests.support.ranks import run_ranks
 

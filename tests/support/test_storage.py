@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.benchmarks.storage import live_storage_bytes
+from tests.support.storage import live_storage_bytes
 
 
 class Kept:
