@@ -118,10 +118,8 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [pytest.param("ckpt", "safetensors", marks=pytest.mark.slow), ("dcp", "ckpt")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), [("ckpt", "safetensors"), ("dcp", "ckpt")])
 def test_a_checkpoint_of_340_mb_is_exported_in_160(source, target, tmp_path):
     state = write_checkpoint(SMALL, source, tmp_path / "source")
     found = export(tmp_path / "source", tmp_path / "out", *TARGETS[target])

@@ -54,7 +54,8 @@ def test_a_fault_on_one_rank_ends_the_job_and_is_named(cell, fault_server, tmp_p
     assert not problems, "\n".join([*problems, "--- output:", report.output])
 
 
-@pytest.mark.parametrize("launcher", ["popen", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["popen", "torchrun"])
 def test_without_a_fault_the_same_script_trains_to_its_end(launcher, fault_server, tmp_path):
     cell = Cell("none", "save", "2workers", "zero3", launcher, 0)
     report = run_cell(cell, fault_server, tmp_path)

@@ -353,6 +353,7 @@ def _fit_all(rank, world_size, chosen):
     return found
 
 
+@pytest.mark.slow
 def test_the_audit_is_silent_in_some_cells():
     assert run_ranks(2, _fit_all, FAST, has_group=False) == [[4] * len(FAST)] * 2
 
