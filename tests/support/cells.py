@@ -2,9 +2,8 @@
 
 [Note: cells] What one property is claimed to do in every stage, by the same code, is tested by
 default in stage 1, where parameters are replicated, and in stage 3, where they are sharded. Where
-the stages differ in it (losses, accumulation, memory, traffic, records), each runs by default.
-Where other tests execute the same code, `@pytest.mark.default_cases("ID", ...)` names the cases
-that run by default, by the text in the brackets of their names; the others are slow.
+other tests execute the same code, `@pytest.mark.default_cases("ID", ...)` names the cases that run
+by default, by the text in the brackets of their names; the others are slow.
 """
 
 from __future__ import annotations
