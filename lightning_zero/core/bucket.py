@@ -164,6 +164,7 @@ class Bucket:
         self.wait_for_step = self._overlapped.wait
         self.has_views_installed = False
         self._is_aliased = False  # users hold views of the unsharded buffer, which is stepped
+        self._is_lost = False  # other ranks are lost, and with them their shards
         self._make_parts(shared, grad_dtype, filled)
         self._wrap(filled)
 
@@ -252,6 +253,7 @@ class Bucket:
             self.wait_for_unshard()
             self.all_gather_into(self.unsharded_params.tensor).wait()
             return
+        self.check_not_lost()
         if self._overlapped.is_running:
             self.wait_for_step()
         self.check_outside_transform()
@@ -275,6 +277,7 @@ class Bucket:
 
     def wait_for_unshard(self) -> None:
         """Waits for an all-gather in flight; the parameters are unsharded and plain."""
+        self.check_not_lost()
         if self._overlapped.is_running:
             self.wait_for_step()
         if self.phase is not Phase.UNSHARDING:
@@ -419,6 +422,7 @@ class Bucket:
 
     def wait_for_update(self) -> None:
         """Waits for a step in progress and the all-gather after it. Local."""
+        self.check_not_lost()
         self.wait_for_step()
         if not self.shards_params:
             self.wait_for_unshard()
@@ -553,9 +557,20 @@ class Bucket:
             self.end_step()
 
     def mark_lost(self) -> None:
-        """Other ranks are lost: parameters that are not unsharded stay guarded. Local."""
+        """Other ranks are lost: using parameters that are not unsharded raises an error. Local."""
+        self._is_lost = True
         self._discard_unshard()
         self.grads.reset()
+        if self.phase is not Phase.UNSHARDED:
+            guard(self.parameters)  # also after a step that failed
+
+    def check_not_lost(self) -> None:
+        """Raises if other ranks are lost, and the parameters were not unsharded then."""
+        if self._is_lost and self.phase is not Phase.UNSHARDED:
+            raise RuntimeError(
+                f"parameter {self.plan.layout.slots[0].name} is lost with the rest of its bucket, "
+                "because a rank failed and its shard is gone; load a checkpoint into a new module."
+            )
 
     def unwrap(self, device: torch.device | None) -> None:
         """Makes every parameter a full tensor of its own, in its original dtype. Collective.

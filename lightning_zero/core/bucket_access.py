@@ -71,6 +71,7 @@ class BucketAccess:
     def _unshard_on_use(self, name: str) -> None:
         """Guard of the parameters: a torch function is applied to parameter `name`."""
         self.bucket.shards.storage.state_offload.check(State.PARAM)
+        self.bucket.check_not_lost()
         if self.bucket.shards_params:
             self._unshard_out_of_order(self.bucket, name)
         else:

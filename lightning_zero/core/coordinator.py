@@ -315,13 +315,7 @@ class StepCoordinator:
 
         Raises:
             BetweenStepsError: Outside of a step, where ranks may not use parameters together.
-            RuntimeError: Other ranks were lost, and their shards with them.
         """
-        if self.training_state is TrainingState.LOST:
-            raise RuntimeError(
-                f"parameter {name} is lost, because a rank failed and its shard is gone; load a "
-                "checkpoint into a new module."
-            )
         if self.training_state is TrainingState.IDLE and not self.order.allows_uneven_calls:
             raise BetweenStepsError(
                 f"parameter {name} is sharded over {self._comm.mesh.num_shards} ranks outside "
