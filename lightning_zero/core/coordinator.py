@@ -98,7 +98,7 @@ class StepCoordinator:
             names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
-        self.unsharder = Unsharder(units, self.order, comm.recorder, config)
+        self.unsharder = Unsharder(units, self.order, self.begin_pass, comm.recorder, config)
         self.reducer = Reducer(buckets, self.order, comm, config)
         self.issue_unshard = self.unsharder.issue_unshard
         self.issue_reduction = self.reducer.issue_reduction

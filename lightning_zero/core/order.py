@@ -85,9 +85,6 @@ class Issuer(Protocol):
     def issue_reduction(self, bucket: int) -> None:
         """Issues the reduction of a bucket, with the available gradients."""
 
-    def begin_pass(self) -> None:
-        """Calls `CollectiveOrder.begin`, if collectives follow: a unit is used without a pass."""
-
 
 class CollectiveOrder:
     """Decides the next event of this rank. See [Note: Collective order].
@@ -183,6 +180,11 @@ class CollectiveOrder:
         self._rounds.run_round(self._vote(request), "the failure of this rank", failure=text)
 
     # ---------------------------------------------------------------- passes
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass is open on this rank."""
+        return self._pass is not None
 
     @property
     def is_training(self) -> bool:
@@ -325,15 +327,12 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- events
 
     def mark_used(self, unit: int, *, may_repeat: bool) -> None:
-        """Notes that this rank uses `unit` now, and opens a pass if none is open.
+        """Notes that this rank uses `unit` now, in an open pass.
 
         `may_repeat`: a unit that the pass has used, and that is not in the rest of its schedule,
         begins another pass, as each generated token does.
         """
-        if self._pass is None:
-            self._issuer.begin_pass()
-        if self._pass is None:
-            self._pass = Pass(self._events)  # a pass in which no other rank takes part
+        assert self._pass is not None, "a unit is used outside of a pass"
         if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
             self.begin("another forward of a step")
         self._pass.mark_used(unit)

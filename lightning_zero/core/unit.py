@@ -5,7 +5,7 @@ core/order.py decides in which order they are unsharded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -206,6 +206,7 @@ class Unsharder:
     Args:
         units: All units, the root first.
         order: The collective order of all ranks.
+        begin_pass: Begins a pass with all ranks; called before a use if none is open.
         recorder: Counts prefetches that were in time, and those that were late.
         config: The engine's settings.
 
@@ -214,11 +215,17 @@ class Unsharder:
     """
 
     def __init__(
-        self, units: Sequence[Unit], order: CollectiveOrder, recorder: Recorder, config: ZeroConfig
+        self,
+        units: Sequence[Unit],
+        order: CollectiveOrder,
+        begin_pass: Callable[[], None],
+        recorder: Recorder,
+        config: ZeroConfig,
     ) -> None:
         self.units = list(units)
         self.is_needed = any(unit.buckets for unit in units)
         self._order = order
+        self._begin_pass = begin_pass
         self._recorder = recorder
         self._config = config
         self._is_backward = False  # units are requested from the end of the layout on
@@ -246,6 +253,8 @@ class Unsharder:
             and not torch.is_grad_enabled()
             and not unit.is_unsharded
         )
+        if not self._order.is_in_pass:
+            self._begin_pass()
         self._order.mark_used(unit.index, may_repeat=may_repeat)
         if unit in self._unclaimed or not unit.is_unsharded:
             self._recorder.count_prefetch(is_hit=unit.is_unsharded)

@@ -175,9 +175,6 @@ class Rank:
         self.reduced.add(bucket)
         self.gradients.pop(bucket, None)
 
-    def begin_pass(self):
-        raise AssertionError("a unit is used outside of a pass")
-
     def finish(self):
         if self.reducing is not None:
             number, self.reducing = self.reducing, None
