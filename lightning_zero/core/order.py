@@ -471,8 +471,9 @@ class CollectiveOrder:
         one = self._pass
         if one is None or not self._has_units:
             return False
-        is_trusted = one.schedule is not None and self._recorded.is_trusted(one.key)
-        return self._has_collectives or not is_trusted
+        if self._has_collectives or self._recorded.have_ranks_differed:
+            return True
+        return one.schedule is None or not self._recorded.has_matched(one.key)
 
     def barrier_before_collective(self, name: str) -> None:
         """As `barrier`, before a collective of the user's within a pass."""

@@ -236,6 +236,7 @@ class RecordedSchedules:
     Attributes:
         last: Hash of the all-gathers of the last training pass, and of the units that any rank used
             in it; 0: there was none.
+        have_ranks_differed: Whether some rank has requested other units than the others.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
@@ -248,7 +249,7 @@ class RecordedSchedules:
         """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
         self.last = 0
-        self._have_ranks_differed = False  # some rank has requested other units than the others
+        self.have_ranks_differed = False
         # Key of the last training passes, and how many in a row had it.
         self._run: tuple[int | None, int] = (None, 0)
         self._changes: dict[tuple[int | None, int], int] = {}  # the other key that followed a run
@@ -270,10 +271,10 @@ class RecordedSchedules:
         recording = self._recordings.get(key) if key is not None else None
         return recording.schedule if recording is not None else None
 
-    def is_trusted(self, key: int | None) -> bool:
-        """Whether all ranks have replayed the schedule of `key`, and have never differed."""
+    def has_matched(self, key: int | None) -> bool:
+        """Whether all ranks have replayed the schedule of `key`."""
         recording = self._recordings.get(key) if key is not None else None
-        return not self._have_ranks_differed and recording is not None and recording.has_matched
+        return recording is not None and recording.has_matched
 
     def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
         """Records a pass that has ended; called at a boundary.
@@ -282,7 +283,7 @@ class RecordedSchedules:
         """
         if not one.is_uneven:
             differs = tally.lowest.has_deviated < tally.highest.has_deviated
-            self._have_ranks_differed |= differs or not one.is_same_on_all_ranks
+            self.have_ranks_differed |= differs or not one.is_same_on_all_ranks
         if one.key is None:
             return
         if max(len(self._recordings), len(self._changes)) > _MAX_KEYS:
@@ -296,8 +297,8 @@ class RecordedSchedules:
             used = tally.mask[: one.events.num_uses]  # by any rank
             last = hash_of(self._record_log(one, tally, used, is_incomplete=is_incomplete), used)
             if is_counted and not self.last and one.key in self._recordings:
-                # An equal pass is likely to follow.
-                self._recordings[hash_of(one.kind, last)] = self._recordings[one.key]
+                # No later pass has the key of a first one; an equal pass would have this key.
+                self._recordings[hash_of(one.kind, last)] = self._recordings.pop(one.key)
         if is_counted:
             self.last = last
 
