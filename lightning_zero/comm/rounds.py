@@ -130,15 +130,13 @@ class RoundClient:
         self._unawaited: list[Future[RoundResult]] = []  # rounds that no caller waits for
         control_plane.reserve(max(num_bytes, control_plane.size, _MAX_TEXT_BYTES))
 
-    def reset(self) -> None:
-        """Drops the flags, and the rounds that were not awaited. Local."""
-        self._unawaited.clear()
-        self.set_flags(b"")
+    def reset(self, *, has_regrouped: bool = False) -> None:
+        """Drops the flags, and the rounds that were not awaited. Local.
 
-    def restart(self) -> None:
-        """As `reset`, on all ranks, after they have regrouped. Local."""
-        self._state = _LocalState()
-        self.reset()
+        `has_regrouped`: whether all ranks have regrouped; they then begin with equal states.
+        """
+        self._unawaited.clear()
+        self._state = _LocalState() if has_regrouped else self._state._replace(flags=b"")
 
     # ---------------------------------------------------------------- state of this rank
 

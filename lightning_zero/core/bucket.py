@@ -492,7 +492,7 @@ class Bucket:
 
     # ---------------------------------------------------------------- failures and the end
 
-    def reset(self, *, has_regrouped: bool) -> list[Exception]:
+    def reset(self, *, has_regrouped: bool = False) -> list[Exception]:
         """Drops collectives, steps, reads and gradients of a failed pass, and reshards. Local.
 
         Args:
@@ -512,7 +512,7 @@ class Bucket:
                 return error
             return None
 
-        if has_regrouped and self._discard_unshard() and not self.shards_params:
+        if has_regrouped and self._drop_pending() and not self.shards_params:
             self._set_phase(Phase.UNSHARDED)
         attempt(partial(self._leave_failed_step, communicates=not has_regrouped))
         attempt(self.shards.stop_reading)
@@ -539,8 +539,8 @@ class Bucket:
         elif self.phase is Phase.UNSHARDING and self._pending is None:
             self.end_step()
 
-    def _discard_unshard(self) -> bool:
-        """Discards an all-gather whose group is gone; returns whether there was one."""
+    def _drop_pending(self) -> bool:
+        """Drops an all-gather whose group is gone; returns whether there was one."""
         if self.phase is not Phase.UNSHARDING:
             return False
         self._pending = None
@@ -559,7 +559,7 @@ class Bucket:
     def mark_lost(self) -> None:
         """Other ranks are lost: using parameters that are not unsharded raises an error. Local."""
         self._is_lost = True
-        self._discard_unshard()
+        self._drop_pending()
         self.grads.reset()
         if self.phase is not Phase.UNSHARDED:
             guard(self.parameters)  # also after a step that failed

@@ -455,15 +455,12 @@ class StepCoordinator:
         self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
-        if has_regrouped:
-            self.order.restart()
-        else:
-            if not self._comm.can_regroup and isinstance(error, Exception):
-                try:
-                    self.order.flush_schedule()
-                except Exception as failure:
-                    errors.append(failure)
-            self.order.reset()
+        if not self._comm.can_regroup and isinstance(error, Exception):
+            try:
+                self.order.flush_schedule()
+            except Exception as failure:
+                errors.append(failure)
+        self.order.reset(has_regrouped=has_regrouped)
         self.unsharder.end_backward()
         for bucket in self._buckets:
             errors += bucket.reset(has_regrouped=has_regrouped)

@@ -122,7 +122,9 @@ class CollectiveOrder:
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._stop_request: Callable[[], int | None] = lambda: None
         self.allows_uneven_calls = False
-        self.restart()
+        self._history = 0  # hash of all calls that all ranks have made
+        self._received_stop_request: int | None = None
+        self.reset()
 
     def allow_uneven_calls(self, is_allowed: bool) -> None:
         """Sets `allows_uneven_calls`; the same on every rank. Local."""
@@ -137,24 +139,22 @@ class CollectiveOrder:
 
     # ---------------------------------------------------------------- after an exception
 
-    def reset(self) -> None:
-        """Drops the open pass and all recorded schedules. Local."""
+    def reset(self, *, has_regrouped: bool = False) -> None:
+        """Drops the open pass and all recorded schedules. Local.
+
+        `has_regrouped`: whether all ranks have regrouped; they then begin with equal histories.
+        """
+        if has_regrouped:
+            self._history, self._received_stop_request = 0, None
         self._pass: Pass | None = None
         self._ended: Pass | None = None  # until the result of a boundary is known
         self._flags_hash: int | None = None
-        self._rounds.reset()
+        self._rounds.reset(has_regrouped=has_regrouped)
         self._recorded.reset()
         self._was_reset = True  # until the other ranks compare it: the schedules are gone
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
         self._has_collectives = False  # of the user's, within a pass
         self.is_issuing = False
-
-    def restart(self) -> None:
-        """As `reset`, on all ranks, after they have regrouped. Local."""
-        self._rounds.restart()
-        self._history = 0  # hash of all calls that all ranks have made
-        self._received_stop_request: int | None = None
-        self.reset()
 
     def flush_schedule(self) -> None:
         """Issues the rest of the schedule. Collective.
