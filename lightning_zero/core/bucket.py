@@ -113,15 +113,13 @@ class Bucket:
         grads: Gradients of the parameters; `offloaded_grad` is the store of the main gradient, if
             it is not on the device.
         masters: Access to the elements in full precision.
-        held_views: Views of the unsharded parameters that others hold; `num_holders` and `aliases`
-            are methods of it.
+        held_views: Views of the unsharded parameters that others hold.
         writes: Writes by the user.
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
         has_views_installed: Whether the user may write to the views of `install_views`.
         is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
-        wait_for_step: Waits until a worker has stepped this bucket; raises if that step failed.
     """
 
     phase: Phase
@@ -161,7 +159,6 @@ class Bucket:
         self._num_pins = 0  # contexts that hold the bucket, which is not freed while positive
         self._pending: Pending | None = None  # all-gather in flight
         self._overlapped = OverlappedStep(plan.name, self.comm.recorder)
-        self.wait_for_step = self._overlapped.wait
         self.has_views_installed = False
         self._is_aliased = False  # users hold views of the unsharded buffer, which is stepped
         self._is_lost = False  # other ranks are lost, and with them their shards
@@ -195,7 +192,6 @@ class Bucket:
         )
         self._joint = JointStep(self.parameters, shards, self.grads)
         self.held_views = HeldViews(buffer, shards, plan.layout.slots)
-        self.num_holders, self.aliases = self.held_views.num_holders, self.held_views.aliases
         self.writes = UserWrites(
             plan, self.parameters, self.orig_dtypes, buffer, shards, self.held_views
         )
@@ -294,6 +290,10 @@ class Bucket:
         """A graph may hold views of the unsharded parameters, until `end_graphs`."""
         self.is_saved_for_backward = True
 
+    def end_graphs(self, *, is_retained: bool) -> None:
+        """Backward has traversed the graphs, and needs the parameters again only if retained."""
+        self.is_saved_for_backward = is_retained
+
     def reshard(self, *, num_holders_before: int | None = None) -> None:
         """Frees the unsharded parameters, if parameters are sharded when idle. Local.
 
@@ -301,8 +301,8 @@ class Bucket:
         end of the step reshards then.
 
         Args:
-            num_holders_before: `num_holders` when the user was given the parameters: the user may
-                keep views that were taken since. None: no views are expected.
+            num_holders_before: `held_views.num_holders` when the user was given the parameters: the
+                user may keep views that were taken since. None: no views are expected.
         """
         if not self.shards_params or self.phase is Phase.SHARDED or self._num_pins:
             return
@@ -334,28 +334,11 @@ class Bucket:
         if is_shard:
             guard(self.parameters)
 
-    def leave_device(self) -> None:
-        """Guards replicated parameters while tiers/state_offload.py keeps their memory free.
-
-        Sharded parameters are guarded anyway.
-        """
-        if not self.shards_params:
-            guard(self.parameters)
-
-    def return_to_device(self) -> None:
-        """Undoes `leave_device`, once the memory has its values again."""
-        if not self.shards_params:
-            self.restore_data_pointers()
-
     def discard_unsharded(self) -> None:
         """As `reshard`, without syncing writes."""
         if self.shards_params and self.is_unsharded and not self._num_pins:
             self.wait_for_unshard()
             self.enter_idle_phase()
-
-    def end_graphs(self, *, is_retained: bool) -> None:
-        """Backward has traversed the graphs, and needs the parameters again only if retained."""
-        self.is_saved_for_backward = is_retained
 
     # ---------------------------------------------------------------- the step
 
@@ -379,8 +362,9 @@ class Bucket:
         """Syncs writes, and records whether users hold views that the all-gather will change."""
         self.wait_for_unshard()
         self.sync_writes()
-        all_gathers, num_params = self.plan.stage.all_gathers_after_step, len(self.parameters)
-        self._is_aliased = all_gathers and self.num_holders(num_params=num_params) > 0
+        held, num_params = self.held_views, len(self.parameters)
+        all_gathers = self.plan.stage.all_gathers_after_step
+        self._is_aliased = all_gathers and held.num_holders(num_params=num_params) > 0
 
     def enter_step(self, *, has_grads: bool = True, has_values: bool = True) -> None:
         """Points parameters at what is stepped, and `.grad` at its gradients, see `JointStep`.
@@ -419,6 +403,10 @@ class Bucket:
         if self._is_aliased:
             self._is_aliased = False
             self.wait_for_unshard()
+
+    def wait_for_step(self) -> None:
+        """Waits until a worker has stepped this bucket; raises if that step failed. Local."""
+        self._overlapped.wait()
 
     def wait_for_update(self) -> None:
         """Waits for a step in progress and the all-gather after it. Local."""
@@ -461,6 +449,19 @@ class Bucket:
         self.unpin()
         self.has_views_installed = False
         self.restore_data_pointers()
+
+    def leave_device(self) -> None:
+        """Guards replicated parameters while tiers/state_offload.py keeps their memory free.
+
+        Sharded parameters are guarded anyway.
+        """
+        if not self.shards_params:
+            guard(self.parameters)
+
+    def return_to_device(self) -> None:
+        """Undoes `leave_device`, once the memory has its values again."""
+        if not self.shards_params:
+            self.restore_data_pointers()
 
     # ---------------------------------------------------------------- writes by the user
 
@@ -550,7 +551,10 @@ class Bucket:
         return True
 
     def unshard_again(self) -> None:
-        """All-gathers stepped parameters again, in whichever state each rank was. Collective."""
+        """All-gathers stepped parameters after `reset`, which may have dropped their all-gather.
+
+        Collective. Some ranks may have waited for it before, and others not.
+        """
         if self.plan.stage.all_gathers_after_step:
             self.shards.cast_master()
             self.mark_in_flight()
@@ -583,6 +587,6 @@ class Bucket:
         unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
         self.writes.detach_all()
         self.shards.drop()
-        if self.num_holders(num_params=0):
+        if self.held_views.num_holders(num_params=0):
             self.unsharded_params.replace_memory(copies=False)
         self.unsharded_params.free()

@@ -143,7 +143,7 @@ class BucketAccess:
             bucket.parameters[index].data = values  # synced by `reshard`
             return
         own = own_elements(values, slot, bucket.owned(index))
-        if bucket.is_saved_for_backward and bucket.num_holders(num_params=0):
+        if bucket.is_saved_for_backward and bucket.held_views.num_holders(num_params=0):
             raise RuntimeError(
                 f"parameter.data of {slot.name} was set between a forward and its backward, which "
                 "needs the values that the forward used. Set it before the forward or after the "
@@ -189,7 +189,7 @@ class BucketAccess:
         if bucket.shards_params:
             bucket.unshard()
         bucket.wait_for_unshard()
-        num_holders_before = bucket.num_holders(num_params=len(bucket.parameters))
+        num_holders_before = bucket.held_views.num_holders(num_params=len(bucket.parameters))
         bucket.pin()
         detector, num_writes = WriteDetector(), bucket.shards.num_writes
         detector.watch_values(bucket.parameters)

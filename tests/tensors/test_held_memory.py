@@ -304,7 +304,9 @@ def _count_holders(rank, world_size, settings, dtype):
     counts = []
     for _ in range(2):
         with gathered(net):  # unsharded: each parameter is a view
-            counts += [b.num_holders(num_params=len(b.parameters)) for b in engine.buckets]
+            counts += [
+                b.held_views.num_holders(num_params=len(b.parameters)) for b in engine.buckets
+            ]
         engine.backward(net(X.to(dtype)))
         engine.step()
         engine.zero_grad()
