@@ -109,7 +109,7 @@ class BucketAccess:
                 "unsharded now; read parameter.data again."
             )
         self.lockstep.before_write()
-        self.lockstep.note_write(name)
+        self.lockstep.order.note_write(name)
         bucket.shards.change(index, write)
 
     def assign_data(self, index: int, values: Tensor) -> None:

@@ -33,21 +33,15 @@ class Lockstep:
 
     Attributes:
         is_in_loop: Whether the engine is between `begin_loop` and `end_loop`.
-        barrier: `CollectiveOrder.barrier`. `pass_boundary`, `note`, `note_write` and
-            `set_stop_request` are methods of `CollectiveOrder`, too.
+        order: The collective order of all ranks.
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
     def __init__(self, coordinator: StepCoordinator, comm: Communicator) -> None:
         self.is_in_loop = False
         self._coordinator = coordinator
-        self._order = order = coordinator.order
+        self.order = coordinator.order
         self._comm = comm
-        self.barrier = order.barrier
-        self.pass_boundary = order.pass_boundary
-        self.note = order.note
-        self.note_write = order.note_write
-        self.set_stop_request = order.set_stop_request
         self.gather_objects = comm.control.gather_objects
         self._depth = 0  # nested `uneven_step`
         self._reported: BaseException | None = None  # the error that the other ranks have received
@@ -60,14 +54,14 @@ class Lockstep:
             raise RuntimeError(
                 "uneven_calls() was entered during a backward; enter it before the backward."
             )
-        if not self._order.allows_uneven_calls:
-            self._order.close_pass("uneven_calls()")
+        if not self.order.allows_uneven_calls:
+            self.order.close_pass("uneven_calls()")
         self._depth += 1
         self._update_order()
         try:
             coordinator.open()
             yield
-            self._order.serve_until(RequestKind.DONE, "the end of uneven_calls on all ranks")
+            self.order.serve_until(RequestKind.DONE, "the end of uneven_calls on all ranks")
         except BaseException as error:
             self._report(error)
             coordinator.reset(error)
@@ -100,7 +94,7 @@ class Lockstep:
 
     def _update_order(self) -> None:
         """Allows uneven calls if this engine is in a loop or step of them."""
-        self._order.allow_uneven_calls(self.is_in_loop or self._depth > 0)
+        self.order.allow_uneven_calls(self.is_in_loop or self._depth > 0)
 
     def _report(self, error: BaseException) -> None:
         """Makes the other ranks fail, too, once for each error."""
@@ -109,9 +103,9 @@ class Lockstep:
         self._reported = error
         if isinstance(error, DesynchronizedError):
             return  # the other ranks have found it themselves
-        if isinstance(error, Exception) and not self._order.is_issuing:
+        if isinstance(error, Exception) and not self.order.is_issuing:
             try:
-                self._order.report_failure(error)
+                self.order.report_failure(error)
             except DesynchronizedError:
                 return
             except Exception as failure:  # they cannot be reached: the abort ends their waits
@@ -129,7 +123,7 @@ class Lockstep:
     def end_loop(self) -> None:
         """Ends the loop; serves the other ranks until all have ended theirs. Collective."""
         if self.is_in_loop:
-            self._order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
+            self.order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
             self._coordinator.unsharder.reshard_all()
             self.reset()
 
@@ -145,7 +139,15 @@ class Lockstep:
         whose pass is still open; else local.
         """
         if not self._coordinator.is_in_step:
-            self._order.close_pass("a write to parameter.data")
+            self.order.close_pass("a write to parameter.data")
+
+    def barrier(self, name: str) -> None:
+        """Waits until all ranks have entered call `name`, and serves them until then. Collective.
+
+        Raises:
+            DesynchronizedError: Another rank has reached a different call.
+        """
+        self.order.barrier(name)
 
     def barrier_in_loop(self, name: str) -> None:
         """As `barrier`, but only inside a loop, which another rank may have left."""

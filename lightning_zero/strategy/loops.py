@@ -67,7 +67,7 @@ class LockstepLoops:
         """Installs the patches of a run. Call before Lightning installs its handlers. Local."""
         self.end()
         self._trainer, self._lockstep, self._has_sigterm = trainer, lockstep, False
-        lockstep.set_stop_request(self._stop_request)
+        lockstep.order.set_stop_request(self._stop_request)
         self._of_run.put(trainer.fit_loop.epoch_loop, _CHECK_SIGTERM, self.check_stop_requests)
         self._of_run.put(
             trainer._signal_connector, _HANDLE_SIGTERM, partial(self._on_sigterm, trainer)
@@ -88,7 +88,8 @@ class LockstepLoops:
         """Raises unless every rank has a batch and no rank has a stop request. Collective."""
         assert self._trainer is not None
         assert self._lockstep is not None
-        if self._lockstep.pass_boundary(name_of_batch(self._trainer)) == StopRequest.STOP:
+        request = self._lockstep.order.pass_boundary(name_of_batch(self._trainer))
+        if request == StopRequest.STOP:
             rank_zero_warn("received SIGTERM: training ends here on all ranks.")
             with suppress(DesynchronizedError):  # no rank may exit before all have the result
                 self._lockstep.barrier("the stop of all ranks")

@@ -208,7 +208,8 @@ class Requeueing(_SignalConnector):
         """Saves and stops here if any rank has a stop request. Collective: every rank."""
         request = self.request
         strategy: Any = self.trainer.strategy
-        agreed = strategy.engine.lockstep.pass_boundary(name_of_batch(self.trainer, is_over=True))
+        order = strategy.engine.lockstep.order
+        agreed = order.pass_boundary(name_of_batch(self.trainer, is_over=True))
         if agreed not in (StopRequest.PREEMPT, StopRequest.REQUEUE):
             return
         rank_zero_info(f"SLURM is about to stop this job: saving {self.path}.")
