@@ -72,6 +72,15 @@ class TrainingState(Enum):
 class StepCoordinator:
     """Runs each moment of a step: the hooks of the module and the training loop call its methods.
 
+    Args:
+        module: The sharded module.
+        units: All units, the root first.
+        buckets: All buckets, in layout order.
+        comm: Communicator of all ranks.
+        config: The engine's settings.
+        broadcasts_every_forward: Whether buffers are copied from rank 0 before every forward. If
+            not, only when the training loop begins a step, and once before.
+
     Attributes:
         units: All units, the root first.
         order: The collective order of all ranks.
@@ -88,6 +97,8 @@ class StepCoordinator:
         buckets: Sequence[Bucket],
         comm: Communicator,
         config: ZeroConfig,
+        *,
+        broadcasts_every_forward: bool = True,
     ) -> None:
         self.units = list(units)
         self.order = CollectiveOrder(
@@ -122,6 +133,7 @@ class StepCoordinator:
         can_intercept = comm.size > 1 and self.unsharder.is_needed
         self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
+        self._broadcasts_every_forward = broadcasts_every_forward
         self._is_compiled = is_compiled(module)
         self._grad_hider = GradHider(self._buckets)
         self._last_used = ""  # name of the unit whose forward or backward began last
@@ -159,8 +171,7 @@ class StepCoordinator:
     def open(self, *, is_step: bool = False) -> None:
         """Begins a step or a part of one: unshards the root, copies rank 0's buffers.
 
-        `is_step`: whether the training loop begins a step. Under a Trainer, buffers are copied only
-        then, as DDP does, and not in calls of the module itself.
+        `is_step`: whether the training loop begins a step, and not a call of the module itself.
         """
         self._depth += 1
         self._has_forward |= torch.is_grad_enabled()
@@ -169,7 +180,7 @@ class StepCoordinator:
         self._recorder.begin_phase(Kind.FORWARD)
         self._grad_hider.watch()
         self.compare_assigned()
-        copies = is_step or not self._comm.can_regroup or not self.shared.were_copied
+        copies = is_step or self._broadcasts_every_forward or not self.shared.were_copied
         if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
             # In the middle of a pass, other ranks might still request an all-gather from this rank.
             self.order.barrier("the buffers of rank 0")

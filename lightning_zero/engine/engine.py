@@ -87,6 +87,9 @@ class Engine:
             counts as lost, which ends the job on all ranks. None: missing heartbeats alone end
             nothing. A pause that holds Python's GIL stops the heartbeat, too: use a minute or more.
         watchdog: Watchdog that reports failures of other ranks. None: a new one.
+        broadcasts_every_forward: Whether `broadcast_buffers` copies rank 0's buffers before every
+            forward of the module, as DDP does, or only in `forward_context`, where a Trainer calls
+            `training_step` (as DDP does there, too).
 
     Attributes:
         plan: Units and buckets.
@@ -123,6 +126,7 @@ class Engine:
         wait_report_s: float | None = 30.0,
         heartbeat_timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
+        broadcasts_every_forward: bool = True,
     ) -> None:
         self.module = module
         self.config = config = config or ZeroConfig()
@@ -152,10 +156,7 @@ class Engine:
             self._end_checkpointing = apply_checkpointing(module, given.checkpointed_modules)
             undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
-            self.coordinator = StepCoordinator(module, units, self.buckets, self.comm, config)
-            self.lockstep = Lockstep(self.coordinator, self.comm)
-            for bucket in self.buckets:
-                BucketAccess(bucket, self.lockstep, self.coordinator.unshard_out_of_order).install()
+            self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
             undo.callback(self.coordinator.mark_lost)
             self._hooks = Hooks(module, self.buckets, self.coordinator)
             undo.callback(self._hooks.detach)
@@ -211,6 +212,20 @@ class Engine:
         if awaited:
             bucket.masters.load(values_reader(awaited))
         return bucket
+
+    def _coordinate(self, units: Sequence[Unit], *, broadcasts_every_forward: bool) -> None:
+        """Makes the coordinator and the lockstep, which parameters then use. Local."""
+        self.coordinator = StepCoordinator(
+            self.module,
+            units,
+            self.buckets,
+            self.comm,
+            self.config,
+            broadcasts_every_forward=broadcasts_every_forward,
+        )
+        self.lockstep = Lockstep(self.coordinator, self.comm)
+        for bucket in self.buckets:
+            BucketAccess(bucket, self.lockstep, self.coordinator.unshard_out_of_order).install()
 
     @property
     def guard(self) -> NonfiniteGuard:

@@ -296,6 +296,7 @@ class EngineStrategy(ProcessStrategy):
             device=self.root_device,
             timeout=self._timeout,
             watchdog=self._watched_by,
+            broadcasts_every_forward=False,
         )
         self.optimizers = self.optimizers  # see the setter
         clear_dropped(trainer.lightning_module)
