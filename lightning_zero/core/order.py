@@ -10,9 +10,9 @@ and, in training, the all-gathers of the training pass before it and the units t
   all-gather. The round also carries how many reductions, in `reduction_order`, every rank is ready
   for; all ranks then issue these. A rank that has ended its pass answers until all have. So rounds
   decide all events, and every rank logs the same ones.
-* The first log of a key in which all ranks have requested the same units becomes its *recorded
-  schedule*, with all-gathers moved ahead of reductions (`hoist_all_gathers` in passes.py); so does
-  any log that occurs twice in a row. A log that lacks reductions is not recorded: the ranks did not
+* The first log of a key becomes its *recorded schedule* if all ranks have requested the same units
+  in it, with all-gathers moved ahead of reductions (`hoist_all_gathers` in passes.py); so does any
+  log that occurs twice in a row. A log that lacks reductions is not recorded: the ranks did not
   know in advance which gradients there would be. The next pass with this key has no rounds: every
   rank replays the schedule. It issues an event when it needs it, is ready for it, or needs a later
   one.

@@ -140,7 +140,7 @@ class Unit:
     # ---------------------------------------------------------------- calls
 
     def begin_call(self, args: Sequence[Any]) -> Call:
-        """Begins a forward with these leaves as arguments; [] if its backward is not watched."""
+        """Begins a forward. `args`: leaves of its arguments; [] if its backward is not watched."""
         call = Call(args)
         self.calls.append(call)
         self.num_awaited += bool(call.inputs)
