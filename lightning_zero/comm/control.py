@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.health.failures import DesynchronizedError
-from lightning_zero.health.together import PeerFailedError
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups, end_at_exit, has_world
 from lightning_zero.record.recorder import Recorder
@@ -206,14 +205,6 @@ class GlooControlPlane:
             self.watchdog.abort_desynchronized(error)
         else:
             self.watchdog.abort(error)
-
-    def peer_failed_error(self, text: str) -> Exception:
-        """Returns the error to raise when another rank has failed and all continue. Local."""
-        return PeerFailedError(text)
-
-    def desync_error(self, text: str) -> Exception:
-        """Returns the error to raise when ranks have issued different operations. Local."""
-        return DesynchronizedError(text)
 
     # ---------------------------------------------------------------- abort and close
 

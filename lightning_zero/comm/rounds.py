@@ -14,7 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
-from lightning_zero.health.failures import DESYNC_HINT
+from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError
+from lightning_zero.health.together import PeerFailedError
 
 __all__ = ["Request", "RequestKind", "RoundClient", "Tally", "Vote"]
 
@@ -216,7 +217,7 @@ class RoundClient:
             error = self._failure_of(request.number, state.failure)
         elif request.kind < RequestKind.BEGIN:
             if aborts:
-                error = self._control_plane.desync_error(_desync_text(name))
+                error = DesynchronizedError(_desync_text(name))
         elif not tally.highest.allows_uneven_calls and not tally.is_same("flags"):
             error = self._flags_error(state.flags)
         elif _are_desynchronized(tally):
@@ -224,7 +225,7 @@ class RoundClient:
                 action = self._describe(state)
             except RuntimeError:  # another rank has its error already, and has ended the rounds
                 action = ""
-            error = self._control_plane.desync_error(_desync_text(name, action))
+            error = DesynchronizedError(_desync_text(name, action))
             aborts = True
         if error is not None and aborts:
             self._control_plane.abort_waits(error)
@@ -236,9 +237,7 @@ class RoundClient:
         received = self._receive_text(text)
         if own:
             return None  # this rank raises its own error
-        return self._control_plane.peer_failed_error(
-            f"rank {rank} failed, and all ranks with it: {received}"
-        )
+        return PeerFailedError(f"rank {rank} failed, and all ranks with it: {received}")
 
     def _receive_text(self, text: bytes) -> str:
         """Text of the only rank that sends one."""

@@ -18,16 +18,14 @@ from lightning_zero.comm.control import RoundResult
 from lightning_zero.comm.rounds import Request, RequestKind
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.passes import hoist_all_gathers
+from lightning_zero.health.failures import DesynchronizedError
+from lightning_zero.health.together import PeerFailedError
 
 NUM_UNITS = 5
 
 
 class Deadlock(Exception):
     """All ranks that have not ended wait."""
-
-
-class Failed(RuntimeError):
-    """Another rank has failed."""
 
 
 class World:
@@ -118,12 +116,6 @@ class ControlPlane:
 
     def abort_waits(self, error):
         pass
-
-    def peer_failed_error(self, text):
-        return Failed(text)
-
-    def desync_error(self, text):
-        return AssertionError(text)
 
 
 class PendingRound:
@@ -366,7 +358,7 @@ def test_a_rank_that_alone_has_dropped_its_schedules_is_an_error():
                 one.order.reset()  # after an exception that the other rank did not raise
                 one.unsharded.clear()
 
-    with pytest.raises(AssertionError, match="reached a different call"):
+    with pytest.raises(DesynchronizedError, match="reached a different call"):
         world.run(program)
 
 
@@ -383,7 +375,7 @@ def test_ranks_that_begin_different_known_passes_issue_no_different_events(odd_s
             one.change()
 
     # Not simulated: the thread of rounds, which ends the other rank's wait for data.
-    with pytest.raises((Deadlock, AssertionError), match=r"rounds|reached a different call"):
+    with pytest.raises((Deadlock, DesynchronizedError), match=r"rounds|reached a different call"):
         world.run(program)
     assert all(one == other for one, other in zip(*world.issued, strict=False))
 
@@ -488,7 +480,7 @@ def test_a_broken_rule_is_detected(kind):
     for seed in range(60):
         try:
             run(3, seed, ["rare", "drop", "shuffled"][seed % 3], kind, num_steps=30)
-        except (Deadlock, AssertionError, IndexError):
+        except (Deadlock, DesynchronizedError, AssertionError, IndexError):
             return
     pytest.fail("nothing went wrong")
 
@@ -512,7 +504,7 @@ def _fail_in_a_loop(size, failing, seed):
                     one.use(unit)
                     one.unsharded.discard(unit)
             one.order.serve_until(RequestKind.DONE, "the end")
-        except (Failed, ValueError) as error:
+        except (PeerFailedError, ValueError) as error:
             errors[rank] = str(error)
         one.order.reset()
         one.order.allow_uneven_calls(False)
