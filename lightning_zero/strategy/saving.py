@@ -53,7 +53,7 @@ from lightning_zero.checkpoint.states import (
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
-from lightning_zero.health.together import run_on_all_ranks
+from lightning_zero.health.together import failing_together, run_on_all_ranks
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.strategy.loading import is_download
@@ -227,26 +227,26 @@ class Saving:
                 on all.
 
         Raises:
-            OSError: The checkpoint, or the save in flight before it, could not be written. In the
-                second case this checkpoint is written first. Raised on every rank.
+            OSError, RuntimeError: The checkpoint, or the save in flight before it, could not be
+                written. In the second case this checkpoint is written first. Raised on every rank;
+                see `failing_together`.
         """
         failure: Exception | None = None
-        try:
-            self.finish()
-        except Exception as error:
-            failure = error
-        has_failed = failure is not None
-        if self._is_async and last_masters is None:  # in the same way on every rank
-            has_failed = not engine.comm.control.min_ints([int(failure is None)])[0]
-        if has_failed:
-            rank_zero_warn(
-                f"the previous asynchronous save failed ({failure}); its error is raised after "
-                f"{filepath} is written."
-            )
-        waits = has_failed or not self._is_async
+        if self._is_async and last_masters is None:  # else none is in flight; as on every rank
+            gather = engine.comm.control.gather_objects
+            try:
+                with failing_together("complete the previous asynchronous save", gather=gather):
+                    self.finish()
+            except Exception as error:
+                failure = error
+                rank_zero_warn(
+                    f"the previous asynchronous save failed ({failure}); its error is raised after "
+                    f"{filepath} is written."
+                )
+        waits = failure is not None or not self._is_async
         self._write(checkpoint, filepath, engine, last_masters, rank_state, waits=waits)
-        if has_failed:
-            raise failure or RuntimeError("the previous asynchronous save failed on another rank.")
+        if failure is not None:
+            raise failure
 
     def _write(
         self,

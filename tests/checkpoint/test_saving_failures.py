@@ -321,6 +321,51 @@ def test_an_error_in_the_background_surfaces_at_the_next_save_which_is_made_all_
     assert open_checkpoint(tmp_path / "last.ckpt")["global_step"] == 4
 
 
+def test_an_error_in_the_background_of_one_rank_is_named_with_its_cause_on_every_rank(tmp_path):
+    (other, warned), (own, _) = run_ranks(2, _fail_on_one_rank, str(tmp_path), has_group=False)
+    assert own == "the disk is worn out"
+    (warning,) = warned
+    for text in (other, warning):
+        assert "rank 1 could not" in text
+        assert own in text
+    assert open_checkpoint(tmp_path / "after.ckpt")["global_step"] == 2
+
+
+class SavingTwice(Callback):
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.errors = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.folder / "a.ckpt")
+        elif batch_idx == 1:
+            try:
+                trainer.save_checkpoint(self.folder / "after.ckpt")
+            except Exception as error:
+                self.errors.append(str(error))
+
+
+def _fail_on_one_rank(rank, world_size, folder):
+    run = ShardedSave.run
+
+    def run_and_fail(save):
+        ShardedSave.run = run
+        run(save)
+        raise RuntimeError("the disk is worn out")
+
+    if rank == 1:
+        ShardedSave.run = run_and_fail
+    callback = SavingTwice(folder)
+    trainer = make_trainer(sharded(1, async_save=True), callbacks=[callback])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(MLPModule(ranks=world_size))
+    (error,) = callback.errors
+    texts = [str(w.message) for w in caught]
+    return error, [text for text in texts if "previous asynchronous save" in text]
+
+
 @pytest.mark.slow
 def test_an_error_in_the_background_surfaces_when_fit_ends_at_the_latest(tmp_path):
     (tmp_path / "file").touch()
