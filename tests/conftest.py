@@ -85,6 +85,7 @@ def nothing_of_a_launch_is_left() -> Iterator[None]:
     yield
     while (children := Children.current()) is not None:
         children.end()
+        children.before.restore()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.excepthook = hook  # every process group wraps it

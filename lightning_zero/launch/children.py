@@ -25,12 +25,16 @@ __all__ = ["Children", "ProcessSnapshot", "how_child_ended", "release_children"]
 _VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"),
     "OMP_NUM_THREADS",
+    "HYDRA_FULL_ERROR",  # set where a rank prints an error as one line
 )
+# Packages whose exception hooks are those of a job: a process group's prints the rank, ours leaves
+# out a traceback that another rank prints.
+_HOOKS_OF_JOBS = ("torch.distributed.", "lightning_zero.")
 
 
 @dataclass(frozen=True)
 class ProcessSnapshot:
-    """State of the process that becomes rank 0, before the launch changes it.
+    """State of the process that becomes rank 0, before the launch and the job change it.
 
     With the process group and the environment variables left in place, the next job of this process
     would assume that its ranks have started. The number of threads is reduced to a rank's share.
@@ -38,7 +42,7 @@ class ProcessSnapshot:
 
     environment: dict[str, str]
     num_threads: int
-    excepthook: Callable[..., Any]  # a process group wraps it to print the rank
+    excepthook: Callable[..., Any]
 
     @classmethod
     def take(cls) -> ProcessSnapshot:
@@ -47,7 +51,7 @@ class ProcessSnapshot:
     def restore(self) -> None:
         """Restores the state before the launch. No other rank may need this process any more."""
         leave_world()
-        if getattr(sys.excepthook, "__module__", "") == "torch.distributed.distributed_c10d":
+        if str(getattr(sys.excepthook, "__module__", "")).startswith(_HOOKS_OF_JOBS):
             sys.excepthook = self.excepthook
         for name in _VARIABLES:
             if name in self.environment:
@@ -84,7 +88,7 @@ class Children(threading.Thread):
         self.job = job
         self.processes: list[subprocess.Popen[bytes]] = []
         self._first_rank = first_rank
-        self._before = before
+        self.before = before
         self._is_over = threading.Event()
         self._is_needed = threading.Event()  # this process may wait for the children
         self._has_failed = False  # this process has failed; the children may not have noticed
@@ -160,7 +164,7 @@ class Children(threading.Thread):
                 return
 
     def end(self, *, has_failed: bool = False) -> None:
-        """Ends the job: waits for the children, then restores this process.
+        """Ends the job: waits for the children. `before.restore` follows if there is a next job.
 
         `has_failed`: the job has failed on this rank. Children that still wait for it are killed
         sooner.
@@ -171,7 +175,6 @@ class Children(threading.Thread):
         Children._launched = None
         if self.is_alive():
             self.join()
-        self._before.restore()
         atexit.unregister(self._kill_rest)
 
     def _kill_rest(self, timeout_s: float = _GRACE_S) -> None:

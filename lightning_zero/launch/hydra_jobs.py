@@ -42,15 +42,16 @@ class HydraJobs(Callback):
             vars(subprocess_script)["_hydra_subprocess_cmd"] = child_command
 
     def on_job_end(self, config: Any, job_return: Any, **kwargs: Any) -> None:
-        """Restores the process state saved in `on_job_start`, after the node's ranks have ended."""
+        """Ends the node's ranks and, in a sweep, restores the state saved in `on_job_start`."""
         if self._before is None:
             return
         vars(subprocess_script)["_hydra_subprocess_cmd"] = self._lightning_command
         has_failed = job_return.status is JobStatus.FAILED
-        if config.hydra.mode is not RunMode.MULTIRUN and not has_failed:
-            return  # no job follows, so that ranks may take long to end
+        is_sweep = config.hydra.mode is RunMode.MULTIRUN
         children = Children.current()
-        if children is not None:
+        # After the only job, a success, ranks may take long to end.
+        if children is not None and (is_sweep or has_failed):
             children.end(has_failed=has_failed)
-        self._before.restore()
-        self._before = None
+        if is_sweep:  # else no job follows, and the error is yet to be printed
+            self._before.restore()
+            self._before = None

@@ -37,6 +37,7 @@ def end_earlier_job() -> None:
     children = Children.current()
     if children is not None and children.job != current_job():
         children.end()
+        children.before.restore()
 
 
 class ProcessLauncher(_MultiProcessingLauncher):

@@ -7,8 +7,9 @@ import os
 import re
 import sys
 import traceback
-from functools import partial
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from lightning_zero.health.watchdog import Watchdog
 
@@ -27,7 +28,8 @@ def shorten_traceback(error: BaseException, watchdog: Watchdog, rank: int) -> No
     first = watchdog.first_with(f"traceback/{_digest(error, rank)}")
     if first is None or first == rank:
         return
-    sys.excepthook = partial(_print_line, sys.excepthook, error, f"[rank{rank}]", first)
+    # Until `ProcessSnapshot.restore` of package `launch`, if another job of this process follows.
+    sys.excepthook = _OneLine(sys.excepthook, error, f"[rank{rank}]", first)
     if "hydra" in sys.modules:  # Hydra prints a traceback itself, without the hook, unless this
         os.environ["HYDRA_FULL_ERROR"] = "1"
 
@@ -41,18 +43,23 @@ def _digest(error: Exception, rank: int) -> str:
     return hashlib.sha256(repr((frames, type(error), text)).encode()).hexdigest()
 
 
-def _print_line(
-    before: object,
-    error: Exception,
-    title: str,
-    first: int,
-    kind: type[BaseException],
-    value: BaseException,
-    trace: TracebackType | None,
-) -> None:
+class _OneLine:
     """An exception hook: prints `error` without its traceback, and others with `before`."""
-    if value is error:
-        text = "".join(traceback.format_exception_only(value)).strip()
-        print(f"{title}: {text} (the traceback is that of rank {first})", file=sys.stderr)
-    elif callable(before):
-        before(kind, value, trace)
+
+    def __init__(
+        self, before: Callable[..., Any], error: Exception, title: str, first: int
+    ) -> None:
+        self._before = before
+        self._error = error
+        self._title = title
+        self._first = first
+
+    def __call__(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
+        if value is self._error:
+            text = "".join(traceback.format_exception_only(value)).strip()
+            where = f"the traceback is that of rank {self._first}"
+            print(f"{self._title}: {text} ({where})", file=sys.stderr)
+        else:
+            self._before(kind, value, trace)

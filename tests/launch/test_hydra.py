@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
 from lightning_zero.launch.children import ProcessSnapshot
 from lightning_zero.launch.hydra import check_launch
+from lightning_zero.strategy.tracebacks import shorten_traceback
 from tests.launch.test_launch import ROOT, run_script, start
 from tests.support.ranks import free_port
 
@@ -99,6 +101,7 @@ def test_a_sweep_over_strategies_leaves_nothing_of_one_job_to_the_next(tmp_path,
 
 def test_variables_threads_and_process_group_of_a_launch_go_with_it(monkeypatch, tmp_path):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     monkeypatch.setenv("MASTER_PORT", "7")
     threads = torch.get_num_threads()
     before, hook = ProcessSnapshot.take(), sys.excepthook
@@ -107,11 +110,17 @@ def test_variables_threads_and_process_group_of_a_launch_go_with_it(monkeypatch,
     _set_num_threads_if_needed(2)
     torch.set_num_threads(threads + 1)
     os.environ |= {"LOCAL_RANK": "0", "MASTER_PORT": "8"}
+    of_group = sys.excepthook
+    watchdog = SimpleNamespace(first_with=lambda name: 1)  # rank 1 has printed this traceback
+    shorten_traceback(ArithmeticError("7"), watchdog, rank=0)
+    assert sys.excepthook is not of_group
+    assert os.environ["HYDRA_FULL_ERROR"] == "1"
     before.restore()
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     assert torch.get_num_threads() == threads
     assert "OMP_NUM_THREADS" not in os.environ
+    assert "HYDRA_FULL_ERROR" not in os.environ
     assert "LOCAL_RANK" not in os.environ
     assert os.environ["MASTER_PORT"] == "7"
 

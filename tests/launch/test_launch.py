@@ -280,18 +280,22 @@ if __name__ == "__main__":
 """
 
 
+_JOBS = "+hydra.callbacks.jobs._target_=lightning_zero.launch.hydra_jobs.HydraJobs"
+
+
 @pytest.mark.parametrize(
-    ("word", "count"),
+    ("words", "count"),
     [
         ("equally", 1),
         pytest.param("differently", 2, marks=pytest.mark.slow),
         pytest.param("+in=hydra", 1, marks=pytest.mark.slow),
+        pytest.param(f"+in=hydra {_JOBS}", 1, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_fail_in_the_same_way_print_one_traceback(fault_server, tmp_path, word, count):
+def test_ranks_that_fail_in_the_same_way_print_one_traceback(fault_server, tmp_path, words, count):
     script = tmp_path / "failing.py"
     script.write_text(_FAILING)
-    status, printed = fault_server.run_script([script, word], tmp_path, num_started=1)
+    status, printed = fault_server.run_script([script, *words.split()], tmp_path, num_started=1)
     assert status == 1
     assert printed.count("Traceback") == count, printed
     assert printed.count("ArithmeticError: number") == 2  # one line for each rank
