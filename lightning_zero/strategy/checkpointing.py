@@ -93,6 +93,8 @@ class CheckpointStrategy(EngineStrategy):
         super().__init__(settings, checkpoint_io=checkpoint_io, **of_engine)
         self._finite = FiniteCheckpoints()
         self._rank_state = RankState()
+        # From one set-up to the next, even of another Trainer: a save may follow a run.
+        self._trainer_patches = Patches()
         self.last_checkpoint: str | None = None  # path of the last save in this process
         self.num_saves = 0  # in this process
         self._has_lost_states = False  # pickled after a run, without the optimizers' states
@@ -120,9 +122,9 @@ class CheckpointStrategy(EngineStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self.is_global_zero:
             tidy_folders(trainer)
-        connector, state = trainer._checkpoint_connector, self._module_state
-        # Never undone: a save may follow the run.
-        Patches().put(connector, _STATE_DICT_METHOD, state)
+        self._trainer_patches.undo()
+        connector = trainer._checkpoint_connector
+        self._trainer_patches.put(connector, _STATE_DICT_METHOD, self._module_state)
         super().setup(trainer)
         is_fit = trainer.state.fn == TrainerFn.FITTING
         self._saving.decide(self.engine, trainer.ckpt_path, is_reported=is_fit)
@@ -436,7 +438,12 @@ class CheckpointStrategy(EngineStrategy):
             launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
         of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
-        renewed = {"_masters_to_load": {}, "_loops": LockstepLoops(), "_rank_state": RankState()}
+        renewed = {
+            "_masters_to_load": {},
+            "_loops": LockstepLoops(),
+            "_rank_state": RankState(),
+            "_trainer_patches": Patches(),
+        }
         return state | dict.fromkeys(of_runs) | renewed
 
 

@@ -6,6 +6,12 @@ loading a checkpoint and the end of fit wait for the thread and raise its error.
 failed one first writes its own checkpoint, while training waits: it may be the last one possible. A
 checkpoint that Lightning removes in favor of a newer one is kept until the newer one is complete,
 and stays if that fails.
+
+[Note: Entries of a rank] Lightning assembles a checkpoint from `state_dict` and `optimizer_state`,
+lets the user's hooks change it, and passes it to `save`. As with a full checkpoint, the hooks of
+rank 0 decide what is written. Those of another rank may have renamed, cast or deleted entries in
+its checkpoint that rank 0 writes. So a rank also keeps the entries that it has returned, by their
+source, until `save` takes them.
 """
 
 from __future__ import annotations
@@ -105,7 +111,8 @@ class Saving:
         self._in_flight: list[Future[None]] = []  # a save, and removals that follow it
         self._channel: Channel | None = None
         self._planned = SavePlanCache()  # over that channel
-        self._shards: dict[str, CheckpointShard] = {}  # entries for the next save, by source
+        # By source, for the next save; see [Note: Entries of a rank].
+        self._returned: dict[str, CheckpointShard] = {}
         self._has_warned = False
         self._is_sharded: bool | None = None  # choice of "auto" for this run; None: not decided yet
         self._memory: dict[str, Tensor] = {}  # on the CPU; reused by the next asynchronous save
@@ -198,13 +205,13 @@ class Saving:
             state = replicated_as_shards(module, engine.comm.rank, engine.comm.size)
         else:
             state = sharded_state_dict(module, kind)
-        self._shards |= shards_in(state)
+        self._returned |= shards_in(state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
         """The optimizer's entries; see `sharded_optimizer_state`. Collective: every rank."""
         state = sharded_optimizer_state(optimizer, engine)
-        self._shards |= shards_in(state)
+        self._returned |= shards_in(state)
         return state
 
     def save(
@@ -259,13 +266,14 @@ class Saving:
         waits: bool,
     ) -> None:
         is_closed = last_masters is not None
+        shards, self._returned = self._returned, {}
         if "optimizer_states" in checkpoint:
-            masters: dict[str, Any] = dict(last_masters or {})
+            masters: Mapping[str, Any] = last_masters or {}
             if not is_closed:
-                masters = dict(sharded_masters(engine))
-                self._shards |= shards_in(masters)
+                masters = sharded_masters(engine)
+                shards |= shards_in(masters)
             if masters:
-                checkpoint[MASTERS_KEY] = masters
+                checkpoint[MASTERS_KEY] = dict(masters)
         checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | describe_save(engine)
         if self._channel is None or not self._channel.is_open:
             self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
@@ -273,8 +281,8 @@ class Saving:
         check_shared(filepath, channel.size)
         with channel.session():
             if rank_state is not None:
-                self._add_rank_state(checkpoint, rank_state, channel)
-            shards, self._shards = self._shards, {}
+                shard = _add_rank_state(checkpoint, rank_state, channel)
+                shards[shard.source] = shard
             save = ShardedSave.prepare(checkpoint, locate(filepath), shards, channel, self._planned)
             if waits or is_closed or not self._may_copy(save, engine):
                 save.run()
@@ -289,15 +297,6 @@ class Saving:
                 raise
         assert not self._in_flight, "one at a time"
         self._in_flight.append(self._thread.submit(_run_in_session, save))
-
-    def _add_rank_state(
-        self, checkpoint: dict[str, Any], rank_state: Mapping[str, Any], channel: Channel
-    ) -> None:
-        """Adds the states of ranks to `checkpoint`, of which this rank writes its own."""
-        encoded, sizes = encode_on_all_ranks(rank_state, channel.all_gather)
-        shard = rank_state_shard(encoded, sizes, channel.rank)
-        add_rank_states(checkpoint, shard, sizes)
-        self._shards[shard.source] = shard
 
     def _may_copy(self, save: ShardedSave, engine: Engine) -> bool:
         """Whether every rank has the CPU memory for its copy. Collective."""
@@ -351,7 +350,7 @@ class Saving:
         """Frees the memory that is kept from one save to the next. On every rank."""
         self._planned.clear()
         self._memory.clear()
-        self._shards.clear()
+        self._returned.clear()
 
 
 def check_checkpoint_type(value: str) -> None:
@@ -376,6 +375,16 @@ def why_sharded(engine: Engine) -> str | None:
 def is_user_io(checkpoint_io: CheckpointIO | None) -> bool:
     """Whether the user has given this plugin."""
     return type(checkpoint_io) not in (type(None), TorchCheckpointIO, ZeroCheckpointIO)
+
+
+def _add_rank_state(
+    checkpoint: dict[str, Any], rank_state: Mapping[str, Any], channel: Channel
+) -> CheckpointShard:
+    """Adds the states of ranks to `checkpoint`; returns this rank's own. Collective."""
+    encoded, sizes = encode_on_all_ranks(rank_state, channel.all_gather)
+    shard = rank_state_shard(encoded, sizes, channel.rank)
+    add_rank_states(checkpoint, shard, sizes)
+    return shard
 
 
 def _run_in_session(save: ShardedSave) -> None:

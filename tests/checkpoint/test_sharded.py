@@ -432,6 +432,30 @@ def _rewrite(rank, world_size, spec, on_rank):
     assert torch.equal(opened["state_dict"]["renamed"].clone(), module.state_dict()[name])
 
 
+class Deleting(MLPModule):
+    """Deletes all entries on rank 1 alone."""
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.global_rank == 1:
+            checkpoint["state_dict"].clear()
+            checkpoint["optimizer_states"].clear()
+
+
+def test_hooks_of_other_ranks_than_rank_0_do_not_change_a_checkpoint():
+    run_ranks(2, _save_and_delete, sharded(3), has_group=False)
+
+
+def _save_and_delete(rank, world_size, spec):
+    module = Deleting(ranks=world_size)
+    trainer = make_trainer(spec)
+    trainer.fit(module)
+    trainer.save_checkpoint("a.ckpt")
+    opened = open_checkpoint("a.ckpt")
+    assert len(opened["optimizer_states"]) == 1
+    for name, value in module.state_dict().items():
+        assert torch.equal(opened["state_dict"][name].clone(), value)
+
+
 class Again(MLPModule):
     """Writes three checkpoints; the last one has another entry."""
 
