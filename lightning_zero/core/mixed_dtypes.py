@@ -6,7 +6,9 @@ It is a module of its own because hooks on a module and contexts of the engine b
 from __future__ import annotations
 
 import re
+import sys
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 
 from torch import nn
@@ -24,18 +26,18 @@ _NUM_NAMED = 3
 
 
 def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence[Bucket]) -> None:
-    """Adds the module that raised `error`, its cast parameters and the setting to its text.
+    """Adds a note to `error`: the module that raised it, its cast parameters and the setting.
 
-    Errors that do not mention dtypes stay as they are, as do all errors if no parameter was cast.
+    Python prints notes below the traceback. Before Python 3.11, which has none, this is a warning.
+    Errors that do not mention dtypes get no note, and no error does if no parameter was cast.
 
     Args:
         error: The error, while it is being handled, with its traceback.
         root: The root module.
         buckets: Buckets of all parameters of `root`.
     """
-    text = str(error)
-    is_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError)) and error.args == (text,)
-    if not is_of_torch or isinstance(error, DesynchronizedError) or _MARK in text:
+    may_be_of_torch = isinstance(error, (RuntimeError, TypeError, ValueError))
+    if not may_be_of_torch or isinstance(error, DesynchronizedError) or _has_note(error):
         return
     cast = {
         slot.name: str(bucket.plan.dtype).removeprefix("torch.")
@@ -43,7 +45,7 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
         for slot, own in zip(bucket.plan.layout.slots, bucket.orig_dtypes, strict=True)
         if own != bucket.plan.dtype
     }
-    if not cast or not _OF_DTYPES.search(text):
+    if not cast or not _OF_DTYPES.search(str(error)):
         return
     found = (
         (path, module, [name for name in _suspects(path, module) if name in cast])
@@ -55,12 +57,24 @@ def explain_dtype_error(error: BaseException, root: nn.Module, buckets: Sequence
     named, num_more = names[:_NUM_NAMED], len(names) - _NUM_NAMED
     where = f"module {path}" if path else "the module"
     more = f" and {num_more} more" if num_more > 0 else ""
-    error.args = (
-        f"{text}\nThis error came from {where} ({type(module).__name__}), where these parameters "
-        f"are {cast[names[0]]} but would be float32 under DDP: {', '.join(named)}{more}. To keep "
+    _add_note(
+        error,
+        f"This error came from {where} ({type(module).__name__}), where these parameters are "
+        f"{cast[names[0]]} but would be float32 under DDP: {', '.join(named)}{more}. To keep "
         "parameters in float32, name them by parameter, module, pattern or class: "
         f"{_MARK}{named!r}; param_dtype='float32' keeps all parameters.",
     )
+
+
+def _has_note(error: BaseException) -> bool:
+    return any(_MARK in str(note) for note in getattr(error, "__notes__", ()))
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        warnings.warn(note, stacklevel=3)
 
 
 def _modules_inside_out(error: BaseException, root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -252,7 +252,7 @@ def compares_stage(node):
 # ------------------------------------------------- attributes that one object sets on another
 
 # Attributes that torch, Python and Lightning document as settable, in names that are ours, too.
-SETTABLE = {"args", "data", "grad", "grad_dtype", "requires_grad", "__class__"}
+SETTABLE = {"data", "grad", "grad_dtype", "requires_grad", "__class__"}
 OF_OTHERS = """
 checkpoint.dcp_writer metadata.version
 launch.children sys.excepthook
