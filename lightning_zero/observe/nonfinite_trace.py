@@ -43,7 +43,6 @@ from lightning_zero.observe.replica import (
     own_random_numbers,
 )
 from lightning_zero.observe.report import zero_strategy
-from lightning_zero.strategy.patches import Patches
 from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = ["NonfiniteTrace"]
@@ -227,7 +226,7 @@ class NonfiniteTrace(pl.Callback):
         file = self._write(state, f"step-{first.step}-rank-{first.rank}.pt")
         text = module
         if isinstance(module, nn.Module):
-            with _alone(strategy):
+            with strategy.refusing_collectives(_refuse_collective), _WithoutCollectives():
                 text = _again(module, state, plugin.train_step_context)
         return f"{text}\n  {file}"
 
@@ -292,23 +291,10 @@ class _WithoutCollectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_collective(name: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _refuse_collective(name: str) -> NoReturn:
     raise RuntimeError(
         f"training_step communicates between ranks ({name}), and this rank computes it alone"
     )
-
-
-@contextmanager
-def _alone(strategy: ZeroStrategy) -> Iterator[None]:
-    """Context of code on one rank, in which collectives are errors, since they would hang."""
-    patches = Patches()
-    if strategy.world_size > 1:
-        patches.put(strategy, "_enter_collective", _refuse_collective)
-    try:
-        with _WithoutCollectives():
-            yield
-    finally:
-        patches.undo()
 
 
 @contextmanager

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, get_args
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -90,6 +90,8 @@ class Processes(_Base):
         self._limits = limits
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the current run, or of the last one
+        # Called instead of a collective; None outside `refusing_collectives`.
+        self._refuse: Callable[[str], NoReturn] | None = None
         super().__init__(**lightning_options)
 
     @override
@@ -287,7 +289,21 @@ class Processes(_Base):
             name: Name of the collective, the same on every rank.
             everyone: Whether all ranks take part.
         """
+        if self._refuse is not None:
+            self._refuse(name)
         return has_world()
+
+    @contextmanager
+    def refusing_collectives(self, refuse: Callable[[str], NoReturn]) -> Iterator[None]:
+        """Context of code that this rank alone runs, in which a collective would hang. Local.
+
+        `refuse`: raises an error for a collective, by its name. Not called if there is one rank.
+        """
+        self._refuse = refuse if self.world_size > 1 else None
+        try:
+            yield
+        finally:
+            self._refuse = None
 
     def _waiting(self, name: str, *, is_one_way: bool = False) -> AbstractContextManager[None]:
         if self._watchdog is None:

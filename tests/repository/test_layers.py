@@ -333,3 +333,46 @@ def test_no_object_sets_an_attribute_of_another_after_its_construction():
     new, gone = sorted(found - known), sorted(known - found)
     assert not new, "pass it to the constructor, or return it:\n" + "\n".join(new)
     assert not gone, "delete these lines from the list:\n" + "\n".join(gone)
+
+
+def written_dict(node):
+    """Text of x where `node` writes to `vars(x)` or `x.__dict__`, or patches a method of x."""
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        changed = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in {"put", "within"} and len(node.args) == 3:  # of `Patches`
+            return ast.unparse(node.args[0])
+        if node.func.attr not in {"update", "pop", "setdefault"}:
+            return None
+        changed = node.func.value
+    else:
+        return None
+    if isinstance(changed, ast.Call) and ast.unparse(changed.func) == "vars":
+        return ast.unparse(changed.args[0])
+    is_dict = isinstance(changed, ast.Attribute) and changed.attr == "__dict__"
+    return ast.unparse(changed.value) if is_dict else None
+
+
+def test_no_object_is_changed_through_its_dict_by_a_function_that_gets_it():
+    classes = {
+        node.name
+        for module in MODULES
+        for node in ast.walk(syntax_of(module))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def found(module):
+        for node in ast.walk(syntax_of(module)):
+            if isinstance(node, ast.FunctionDef):
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                ours = {
+                    a.arg for a in arguments if a.annotation and names_in(a.annotation) & classes
+                }
+                written = set(map(written_dict, ast.walk(node)))
+                yield from (f"{node.name}: {name}" for name in written & ours)
+
+    assert_none((module, set(found(module))) for module in MODULES)
+
+
+def names_in(annotation):
+    return {n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)}
