@@ -210,6 +210,7 @@ class ZeroStrategy(CheckpointStrategy):
         start_method: StartMethod = "popen",
     ) -> None:
         settings = Settings(locals())  # options by name
+        _accept_compiled_modules()
         super().__init__(
             settings,
             checkpoint=checkpoint,
@@ -267,6 +268,11 @@ class ZeroStrategy(CheckpointStrategy):
         strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
 
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        _accept_compiled_modules()
+
     # ---------------------------------------------------------------- a run
 
     @override
@@ -281,6 +287,10 @@ class ZeroStrategy(CheckpointStrategy):
             )
 
 
-# Lightning accepts modules from torch.compile only with some of its own strategies. Registering as
-# SingleDeviceStrategy has no other effect; a DDPStrategy would count as distributed on one device.
-SingleDeviceStrategy.register(ZeroStrategy)
+def _accept_compiled_modules() -> None:
+    """Makes Lightning accept modules from `torch.compile` with `ZeroStrategy`.
+
+    It does so only with some of its own strategies. Registering as `SingleDeviceStrategy` has no
+    other effect; a `DDPStrategy` would count as distributed on one device.
+    """
+    SingleDeviceStrategy.register(ZeroStrategy)

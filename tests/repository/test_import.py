@@ -31,6 +31,7 @@ assert type(strategies.__loader__) is type(saving.__loader__)
 assert saving.pl_load.__module__ == "lightning.fabric.utilities.cloud_io"
 assert "zero3_notebook" in StrategyRegistry.available_strategies()
 assert "lightning_zero.strategy" not in sys.modules
+assert not issubclass(lightning_zero.ZeroStrategy, strategies.SingleDeviceStrategy)
 strategy = Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False).strategy
 assert type(strategy) is lightning_zero.ZeroStrategy and strategy.config.stage == 3
 """
