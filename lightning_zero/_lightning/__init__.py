@@ -156,7 +156,7 @@ def _find() -> Distribution:
 def lookup(file: str) -> Callable[[str], Any]:
     """Returns the `__getattr__` of the module at `file`: it imports the names that its stub lists.
 
-    Names are imported one by one, so that Fabric does not need the Trainer's package.
+    A name is imported when it is first used, so that no module of Lightning is imported before.
     """
     modules = cache(lambda: _listed(Path(file).with_suffix(".pyi")))
 

@@ -1,7 +1,8 @@
-"""Temporary patches of methods of Lightning's objects, for loops, slurm, averages and strategy.
+"""Temporary patches of methods of Lightning's objects.
 
 Lightning has no hook that may end a training between two batches, none before the first collective
-after the last batch of an evaluation, and none around the averaging of weights.
+after the last batch of an evaluation, none around the averaging of weights, and none for the
+entries of a checkpoint alone.
 """
 
 from __future__ import annotations
