@@ -32,7 +32,7 @@ from lightning_zero.health.world import has_world
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
-from lightning_zero.layout.plan import Plan, make_plan, nvme_bytes
+from lightning_zero.layout.plan import Plan, check_has_parameters, make_plan, nvme_bytes
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.guarded import has_placement
@@ -45,6 +45,7 @@ from lightning_zero.tiers.threads import set_step_threads
 __all__ = [
     "Arguments",
     "average_gradients",
+    "held_error",
     "open_storage",
     "open_together",
     "plan_together",
@@ -158,22 +159,23 @@ def average_gradients(module: nn.Module, comm: Communicator) -> None:
             parameter.grad = mean.to(parameter.device)  # the module is not on the device yet
 
 
+def held_error(name: str) -> ValueError:
+    """The error for a module of which another engine holds parameter `name`."""
+    return ValueError(
+        f"parameter {name} is held by another engine; one module trains under one strategy at a "
+        "time: call close() on the other engine, or let its fit end, first. If the other engine "
+        "could not be made, build a new module."
+    )
+
+
 def _find_device(module: nn.Module, device: torch.device | None) -> torch.device:
     """The device to compute on: the one asked for, or the one of all parameters."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         if has_placement(parameter) and partial_of(parameter) is None:
-            raise ValueError(
-                f"parameter {name} is held by another engine; one module trains under one strategy "
-                "at a time: call close() on the other engine, or let its fit end, first. If the "
-                "other engine could not be made, build a new module."
-            )
+            raise held_error(name)
         devices.setdefault(parameter.device, name)
-    if not devices:
-        raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
-            "layers in __init__, setup() or configure_model()."
-        )
+    check_has_parameters(module)
     on_meta = devices.pop(torch.device("meta"), None)
     if device is None and not devices:
         raise ValueError(

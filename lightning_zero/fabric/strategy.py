@@ -440,9 +440,8 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         if self._checkpoint_type != "auto":
             return self._checkpoint_type == "sharded"
         engines = set(objects.engines.values())
-        is_full = all(why_sharded(engine) is None for engine in engines)
-        control = next(iter(engines)).comm.control
-        return not control.min_ints([int(is_full)])[0]
+        has_reason = any(why_sharded(engine) is not None for engine in engines)
+        return next(iter(engines)).comm.control.union([has_reason])[0]
 
     @override
     def load_checkpoint(  # type: ignore[override]

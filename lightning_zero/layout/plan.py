@@ -30,7 +30,15 @@ from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier
 from lightning_zero.layout.stage import STAGES, Stage, State
 from lightning_zero.layout.units import ROOT, find_blocks, find_units
 
-__all__ = ["BucketPlan", "Master", "Plan", "UnitPlan", "make_plan", "nvme_bytes"]
+__all__ = [
+    "BucketPlan",
+    "Master",
+    "Plan",
+    "UnitPlan",
+    "check_has_parameters",
+    "make_plan",
+    "nvme_bytes",
+]
 
 _BUCKET_NUMEL = 2**22
 _BUCKET_NUMEL_PER_RANK = 2**18  # keeps every rank's share of a collective above its latency
@@ -225,12 +233,16 @@ def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     )
 
 
-def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
-    if not named:
+def check_has_parameters(module: nn.Module) -> None:
+    if next(module.parameters(), None) is None:
         raise ValueError(
             f"{type(module).__name__} has no parameters, so there is nothing to shard; build its "
             "layers in __init__, setup() or configure_model()."
         )
+
+
+def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    check_has_parameters(module)
     for name, parameter in named.items():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(

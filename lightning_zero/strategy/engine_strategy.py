@@ -48,12 +48,14 @@ from lightning_zero._lightning.pytorch import (
 from lightning_zero.checkpoint import load_masters, narrow_masters
 from lightning_zero.construction.building import Building, move_all_but_parameters
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.engine.beginning import held_error
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.launch.children import release_children
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.plan import check_has_parameters
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
@@ -555,16 +557,10 @@ def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
     for name, parameter in module.named_parameters():
         is_held = has_placement(parameter) and not is_dropped(parameter)
         if is_held and not is_ours:
-            raise ValueError(
-                f"parameter {name} is already held by another engine; one module trains under one "
-                "strategy at a time: let the other fit end first."
-            )
+            raise held_error(name)
     builds_later = any(is_overridden(hook, module) for hook in ("setup", "configure_model"))
-    if not builds_later and not any(True for _ in module.parameters()):
-        raise ValueError(
-            f"{type(module).__name__} has no parameters, so there is nothing to shard; build "
-            "its layers in __init__, setup() or configure_model()."
-        )
+    if not builds_later:
+        check_has_parameters(module)
 
 
 def _tie(module: nn.Module) -> None:

@@ -178,17 +178,17 @@ class Saving:
         if self._checkpoint_type != "auto":
             return
         if resumed is not None and is_remote(resumed) and not is_download(resumed):
-            is_full = not is_sharded(locate(resumed))
+            wants_shards = is_sharded(locate(resumed))
         else:
             reason = why_sharded(engine)
-            is_full = reason is None
+            wants_shards = reason is not None
             if reason is not None and is_reported:
                 rank_zero_info(
                     f'checkpoint="auto": checkpoints are sharded directories, since {reason}. '
                     "lightning_zero.load_from_checkpoint(Model, path) loads one; "
                     'checkpoint="full" writes one file.'
                 )
-        self._is_sharded = not engine.comm.control.min_ints([int(is_full)])[0]
+        self._is_sharded = engine.comm.control.union([wants_shards])[0]
 
     # ---------------------------------------------------------------- entries and saves
 
