@@ -35,9 +35,10 @@ saved, the module gets its full tensors as far as `unshard_after_fit` allows it,
 may follow. Where they do not, shards are lost: nothing is saved, and using a sharded parameter is
 an error (`StepCoordinator.mark_lost`).
 
-Without a Trainer, ranks do not regroup: a rank that has raised in a forward, a backward or
-`Engine.forward_context` first issues the rest of its schedule (`CollectiveOrder.flush_schedule`;
-`report_failure` in uneven calls), so that the others reach a round instead of waiting for data.
-After an exception between these calls it does so in `Engine.reset`. If it catches the exception and
+Without a Trainer, ranks do not regroup: a rank that has raised in a forward, a backward, a step or
+`Engine.forward_context` first issues the collectives that others wait for, such as the rest of its
+schedule (`StepCoordinator.reset`, `CollectiveOrder.flush_schedule`; `report_failure` in uneven
+calls), so that they reach a round. After an exception between these calls it does so in
+`Engine.reset`. If it catches the exception and
 continues alone, that round ends in a `DesynchronizedError` on all ranks.
 """

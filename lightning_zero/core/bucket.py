@@ -242,8 +242,9 @@ class Bucket:
         """Issues the all-gather of the parameters. Collective, also if they are unsharded already.
 
         A rank on which they are unsharded sends its shard again to those on which they are not.
-        Raises inside a differentiating transform of torch.func: its functions must not write to
-        memory, and the parameters given to it would be slices.
+        After a failed step it sends the values that there are, and `wait_for_unshard` raises: other
+        ranks wait for the all-gather. Raises inside a differentiating transform of torch.func: its
+        functions must not write to memory, and the parameters given to it would be slices.
         """
         if self.is_unsharded:
             self.wait_for_unshard()
@@ -251,7 +252,7 @@ class Bucket:
             return
         self.check_not_lost()
         if self._overlapped.is_running:
-            self.wait_for_step()
+            self._overlapped.finish()
         self.check_outside_transform()
         self.unsharded_params.allocate()
         self._pending = self.all_gather_params()
@@ -515,7 +516,7 @@ class Bucket:
 
         if has_regrouped and self._drop_pending() and not self.shards_params:
             self._set_phase(Phase.UNSHARDED)
-        attempt(partial(self._leave_failed_step, communicates=not has_regrouped))
+        attempt(partial(self.leave_failed_step, communicates=not has_regrouped))
         attempt(self.shards.stop_reading)
         attempt(self.grads.reset)
         # data that a reshard refused is dropped, so the next attempt succeeds
@@ -524,8 +525,8 @@ class Bucket:
                 break
         return errors
 
-    def _leave_failed_step(self, *, communicates: bool) -> None:
-        """Returns to the idle phase after an optimizer failed in its step.
+    def leave_failed_step(self, *, communicates: bool) -> None:
+        """Returns to the idle phase after an optimizer failed in its step; else does nothing.
 
         `communicates`: whether this issues the collectives at the end of a step, for which other
         ranks may wait. Without them, full tensors that were stepped are dropped.

@@ -48,6 +48,7 @@ from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.shared_buffers import SharedBuffers
 from lightning_zero.core.unit import Call, Unit, Unsharder
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.stage import State
 from lightning_zero.record.spans import Kind
@@ -369,13 +370,17 @@ class StepCoordinator:
         self.reducer.set_ends_step(reduces)
         trainable = self.reducer.trainable()
         if self.reducer.reduces:
-            if self.unsharder.is_needed:
-                self.order.wait_for_begin()
-            self.reducer.note_last_pass()
-            self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
+            self._begin_backward_pass(trainable)
         self.reducer.begin_backward(trainable)
         self.unsharder.begin_backward()
         self.unsharder.unshard_for_step()
+
+    def _begin_backward_pass(self, trainable: tuple[bool, ...]) -> None:
+        """Begins the backward of the open pass, or a pass. Collective."""
+        if self.unsharder.is_needed:
+            self.order.wait_for_begin()
+        self.reducer.note_last_pass()
+        self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
         """Unshards `unit` when backward reaches an output of `call`."""
@@ -452,8 +457,8 @@ class StepCoordinator:
         the units.
 
         Args:
-            error: What has ended the pass. After an `Exception`, ranks that do not regroup issue
-                the rest of the schedule first: other ranks may follow it.
+            error: What has ended the pass. After an `Exception`, ranks that do not regroup first
+                issue the collectives that other ranks may wait for.
             has_regrouped: Whether all ranks have regrouped. Collectives in flight never end then,
                 and `Bucket.unshard_again` follows.
             warns: Warn of the first failure, so that the user sees the exception before it.
@@ -461,16 +466,17 @@ class StepCoordinator:
         Returns:
             The first failure.
         """
-        self._has_forward = self._is_in_backward = False
         self._depth = 0
         self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
         if not self._comm.can_regroup and isinstance(error, Exception):
             try:
-                self.order.flush_schedule()
+                self._complete_pass(error)
             except Exception as failure:
-                errors.append(failure)
+                if failure is not error:
+                    errors.append(failure)
+        self._has_forward = self._is_in_backward = False
         self.order.reset(has_regrouped=has_regrouped)
         self.unsharder.end_backward()
         for bucket in self._buckets:
@@ -481,6 +487,20 @@ class StepCoordinator:
         if errors and warns:
             warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None
+
+    def _complete_pass(self, error: Exception) -> None:
+        """Issues the collectives of this pass that other ranks may wait for. Collective.
+
+        First the all-gathers after a step that failed on this rank, then the rest of the schedule;
+        reductions of a backward that this rank has not begun reduce zeros.
+        """
+        if isinstance(error, DesynchronizedError):
+            return  # the other ranks have it, too
+        for bucket in self.reducer.step_order():
+            bucket.leave_failed_step(communicates=True)
+        if self.order.is_training and not self._is_in_backward and self.reducer.reduces:
+            self._begin_backward_pass(self.reducer.trainable())
+        self.order.flush_schedule()
 
     def mark_compiled(self) -> None:
         """Treats the module as compiled, because it is called inside a compiled one."""

@@ -163,7 +163,7 @@ class CollectiveOrder:
         have failed and can continue together.
         """
         one = self._pass
-        if one is not None and one.is_begun and not self.is_issuing:
+        if one is not None and not self.is_issuing:
             self._finish_pass()
 
     def report_failure(self, error: Exception) -> None:

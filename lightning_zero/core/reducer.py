@@ -285,6 +285,10 @@ class Reducer:
         self._order.note("a step of the optimizer")
         self.has_stepped = True
 
+    def note_failed_step(self) -> None:
+        """Notes that an optimizer has failed in its step; where it has not, ranks get an error."""
+        self._order.note("a failed step")
+
     def note_stepped(self, buckets: Sequence[Bucket]) -> None:
         """Notes which buckets an optimizer steps; a rank that steps others gets an error. Local.
 

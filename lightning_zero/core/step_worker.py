@@ -147,6 +147,11 @@ class OverlappedStep:
         self._wait = wait
         self.is_running = True
 
+    def finish(self) -> None:
+        """Waits until a worker has ended the step, also in vain: then the next `wait` raises."""
+        if self._wait is not None and self._wait() is None:
+            self._wait, self.is_running = None, False
+
     def wait(self) -> None:
         """Waits until a worker has stepped the bucket; raises if that step failed."""
         if self._wait is None:

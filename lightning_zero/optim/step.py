@@ -323,9 +323,11 @@ class OptimizerStep:
             self._is_inside_bucket = True
             try:
                 self._step_by_bucket()
-            except BaseException:
+            except BaseException as error:
                 self._is_inside = False
                 self._install_state_view()
+                if isinstance(error, Exception):
+                    self._end_failed_step()
                 raise
             finally:
                 self._is_inside_bucket = False
@@ -429,6 +431,12 @@ class OptimizerStep:
         for buckets, worker in ((at_once, None), (overlapped, self._worker)):
             if buckets:
                 step_buckets(buckets, clone, self._storage, worker)
+
+    def _end_failed_step(self) -> None:
+        """Issues the all-gathers after the step, for which ranks where it has not failed wait."""
+        self._reducer.note_failed_step()
+        for bucket in self._stepping:
+            bucket.leave_failed_step(communicates=True)
 
     def _drain(self, *_: Any) -> None:
         if self._worker is not None:
