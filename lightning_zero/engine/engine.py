@@ -87,9 +87,9 @@ class Engine:
             counts as lost, which ends the job on all ranks. None: missing heartbeats alone end
             nothing. A pause that holds Python's GIL stops the heartbeat, too: use a minute or more.
         watchdog: Watchdog that reports failures of other ranks. None: a new one.
-        broadcasts_every_forward: Whether `broadcast_buffers` copies rank 0's buffers before every
-            forward of the module, as DDP does, or only in `forward_context`, where a Trainer calls
-            `training_step` (as DDP does there, too).
+        broadcasts_every_forward: bool, default True. Copy rank 0's buffers before every forward of
+            the module, as DDP does, if `broadcast_buffers` is set. False: only in
+            `forward_context`, where the Trainer's strategy runs `training_step`.
 
     Attributes:
         plan: Units and buckets.
