@@ -32,8 +32,8 @@ after teardown.
 
 Where all ranks regroup in time (a minute, or the timeout if that is shorter), a checkpoint can be
 saved, the module gets its full tensors as far as `unshard_after_fit` allows it, and fit or validate
-may follow. Where they do not, shards are lost: nothing is saved, and using a sharded parameter is
-an error (`StepCoordinator.mark_lost`).
+may follow. Where they do not, shards are lost: nothing is saved, and using a parameter that is
+not unsharded is an error (`StepCoordinator.mark_lost`).
 
 Without a Trainer, ranks do not regroup: a rank that has raised in a forward, a backward, a step or
 `Engine.forward_context` first issues the collectives that others wait for, such as the rest of its
