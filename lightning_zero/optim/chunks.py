@@ -274,16 +274,23 @@ class ChunkStep:
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER in self._memory:
-            _write(self._memory[MASTER], self._master)  # waits for the device: it is written next
+            self._write_to_buffer(MASTER)
         else:
             storage.upload(self._master, self._store, start, self._name)
         if shards.has_separate_master:
             if PARAM in self._memory:
-                self._memory[PARAM].copy_(self._master)
+                self._write_to_buffer(PARAM)
             else:
                 storage.upload(self._master, shards.param_shard, start, self._name)
         self._master = self._arrival = None  # free the memory for the next chunks
         self._slices, self._memory, self._full = {}, {}, []
+
+    def _write_to_buffer(self, name: str) -> None:
+        """Copies stepped values to the buffer of a file; waits for them, as it is written next."""
+        assert self._master is not None
+        target, copy_span = self._memory[name], self._shards.storage.recorder.copy_span
+        with copy_span(self._name, self._master.nbytes, self._master.device, target.device):
+            _write(target, self._master)
 
     def _slice(self, index: int, part: range) -> Slice:
         assert self._master is not None

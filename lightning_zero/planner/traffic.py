@@ -154,11 +154,30 @@ def _tiers(
         nbytes = padded_bytes(numel, estimator.plan.grad_dtype(bucket))
         written += reductions * nbytes
         read += (reductions - 1) * nbytes
+    if has_device_memory:
+        arriving, leaving = _step_copies(bucket, numel)
+        to_cpu += arriving
+        from_cpu += leaving
     if tiers.optim is not Tier.DEVICE:
         if has_device_memory:
             to_cpu += reductions * grad
-            if tiers.param is Tier.DEVICE:
-                from_cpu += param
         states = estimator.states.of(estimator.parameter(bucket, 0), bucket.master_dtype)
         cpu_step += grad + 2 * numel * (bucket.master_dtype.itemsize + states.element_bytes)
     return to_cpu, from_cpu, read, written, cpu_step
+
+
+def _step_copies(bucket: BucketPlan, numel: int) -> tuple[int, int]:
+    """Bytes of parameters that a step copies to and from CPU memory, for a shard of `numel`.
+
+    The step reads and writes main parameters where they are stored. Values of parameters beside
+    them are cast on the CPU, before or after they are copied.
+    """
+    steps_on_cpu, param_on_cpu = (
+        tier is not Tier.DEVICE for tier in (bucket.tiers.optim, bucket.tiers.param)
+    )
+    if steps_on_cpu is param_on_cpu:
+        return 0, 0
+    param, master = numel * bucket.dtype.itemsize, numel * bucket.master_dtype.itemsize
+    if not bucket.master.is_separate:
+        return master, master
+    return (0, param) if steps_on_cpu else (master, 0)

@@ -22,7 +22,8 @@ class Scenario:
         options: Any of "clip", "accumulate", "looks" between steps, "average" of the weights,
             offloaded "activations", "offloaded states" between steps, an "evaluation" before each
             step, "edits" of parameters before the first step and after an evaluation, gradients
-            "unscaled by the step" of a loss scaler, and "failures" of a forward and of a backward.
+            "unscaled by the step" of a loss scaler, "failures" of a forward and of a backward, and
+            "recorded" copies in the last step.
         broken: A wait that is left out.
         num_ranks: World size; this is rank 0. 0: there is no process group.
     """

@@ -33,6 +33,7 @@ class Outcome:
         syncs: Waits of the host in a step, by why and where.
         num_launches: In a step.
         beside: Operations of compute in a step that ran beside each other stream, by its name.
+        copied: Bytes of copies in a step, by kind; only for a scenario that is "recorded".
         seconds: Processor time.
         error: Error of the training itself.
     """
@@ -42,6 +43,7 @@ class Outcome:
     syncs: dict[str, int] = dataclasses.field(default_factory=dict)
     num_launches: int = 0
     beside: dict[str, int] = dataclasses.field(default_factory=dict)
+    copied: dict[str, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
     error: str = ""
 
@@ -65,10 +67,9 @@ def _run(scenario: Scenario, libraries: Path) -> Outcome:
 
     cuda = FakeCuda(libraries)
     with cuda.on(scenario.num_ranks):
-        syncs, num_launches, beside = train(scenario, cuda.clocks)
+        *seen, copied = train(scenario, cuda.clocks)
     clocks = cuda.clocks
-    found = clocks.num_checks, dict(clocks.problems), syncs, num_launches, beside
-    return Outcome(*found, process_time())
+    return Outcome(clocks.num_checks, dict(clocks.problems), *seen, copied, process_time())
 
 
 def _in_fork(scenario: Scenario, libraries: Path) -> str:

@@ -17,12 +17,13 @@ from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.optim import chunks, clone, step
 from lightning_zero.record import streams
+from lightning_zero.record.spans import Kind
 from lightning_zero.tiers import nvme
 from tests.streams.clocks import Clocks
 from tests.streams.fake_cuda import DEVICE
 from tests.streams.scenarios import Scenario
 
-__all__ = ["train"]
+__all__ = ["Net", "loss_of", "train"]
 
 _NUM_STEPS = 4  # the order of all-gathers is replayed after two equal steps
 _VOCABULARY, _WIDTH, _TOKENS = 512, 32, 8
@@ -47,7 +48,7 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class _Net(nn.Module):
+class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
@@ -67,12 +68,19 @@ class _Net(nn.Module):
         return self.head(x) * self.scale
 
 
-def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], int, dict[str, int]]:
+def loss_of(module: nn.Module, device: torch.device) -> Tensor:
+    ids = torch.zeros(2, _TOKENS, dtype=torch.long, device=device)
+    return F.cross_entropy(module(ids).float().flatten(0, 1), ids.flatten())
+
+
+def train(
+    scenario: Scenario, clocks: Clocks
+) -> tuple[dict[str, int], int, dict[str, int], dict[str, int]]:
     """Trains; inside `FakeCuda.on`.
 
     Returns:
-        In the last step: waits of the host, the number of launches, and those of compute beside
-        each other stream, by its name.
+        In the last step: waits of the host; the number of launches; those of compute beside each
+        other stream, by its name; and the bytes of copies, by kind, if they are recorded.
     """
     _break(scenario.broken)
     chunks.MAX_NUMEL_PER_CALL["cuda"] = (
@@ -86,11 +94,12 @@ def train(scenario: Scenario, clocks: Clocks) -> tuple[dict[str, int], int, dict
             clocks.syncs.clear()
             clocks.launches.clear()
             clocks.beside.clear()
+            training.begin_recording()
         training.step()
     beside: Counter[str] = Counter()
     for number, count in clocks.beside.items():
         beside[clocks.names[number]] += count
-    found = dict(clocks.syncs), sum(clocks.launches.values()), dict(beside)
+    found = dict(clocks.syncs), sum(clocks.launches.values()), dict(beside), training.copied()
     training.end()
     return found
 
@@ -99,8 +108,8 @@ class _Training:
     def __init__(self, scenario: Scenario) -> None:
         self._options = scenario.options
         with DEVICE:
-            self._module = _Net()
-            average = _Net() if "average" in self._options else None
+            self._module = Net()
+            average = Net() if "average" in self._options else None
         self._optimizers = _optimizers_of(scenario.optimizer, self._module)
         config: dict[str, Any] = dict(scenario.config)
         self._scaler: torch.amp.GradScaler | None = None
@@ -151,9 +160,8 @@ class _Training:
         self._engine.zero_grad()
 
     def _backward(self) -> None:
-        ids = torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE)
         with self._offload if "activations" in self._options else nullcontext():
-            loss = F.cross_entropy(self._module(ids).float().flatten(0, 1), ids.flatten())
+            loss = loss_of(self._module, DEVICE)
         self._engine.backward(loss if self._scaler is None else self._scaler.scale(loss))
 
     def look(self) -> None:
@@ -193,6 +201,17 @@ class _Training:
     def _evaluate(self) -> None:
         with torch.no_grad():
             self._module(torch.zeros(2, _TOKENS, dtype=torch.long, device=DEVICE))
+
+    def begin_recording(self) -> None:
+        if "recorded" in self._options:
+            self._engine.recorder.begin(_NUM_STEPS - 1)
+
+    def copied(self) -> dict[str, int]:
+        """Bytes of copies between device and CPU memory since `begin_recording`, by kind."""
+        if "recorded" not in self._options:
+            return {}
+        recording = self._engine.recorder.end()
+        return {kind.value: recording.nbytes(kind) for kind in (Kind.TO_CPU, Kind.TO_DEVICE)}
 
     def end(self) -> None:
         """After the last step."""

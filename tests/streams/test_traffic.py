@@ -1,0 +1,54 @@
+"""The copies that the planner counts are those of the engine beside a device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_zero import ZeroConfig
+from lightning_zero.planner import EngineRuns, Job, Machine, estimate
+from lightning_zero.planner.estimates import Choice
+from tests.streams.checker import Checker
+from tests.streams.scenarios import Scenario
+from tests.streams.training import Net, loss_of
+
+NVME = {"device": "nvme", "nvme_path": ".", "buffer_count": 2, "buffer_size": 2**16}
+BOTH = {"offload_optimizer": "cpu", "offload_param": "cpu"}
+CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
+    "optimizer": ({"stage": 1, "offload_optimizer": "cpu"}, "fp32", ()),
+    "optimizer, 16 bit": ({"stage": 2, "offload_optimizer": "cpu"}, "bf16", ("accumulate",)),
+    "parameters": ({"stage": 3, "offload_param": "cpu"}, "fp32", ()),
+    "parameters, 16 bit": ({"stage": 3, "offload_param": "cpu"}, "bf16", ()),
+    "both": ({"stage": 3, **BOTH}, "fp32", ("accumulate",)),
+    "both, 16 bit": ({"stage": 3, **BOTH}, "bf16", ()),
+    "parameters in files": ({"stage": 3, "offload_param": NVME}, "fp32", ()),
+    "parameters in files, 16 bit": ({"stage": 3, "offload_param": NVME}, "bf16", ()),
+    "all in files": ({"stage": 3, "offload_param": NVME, "offload_optimizer": NVME}, "bf16", ()),
+    "files": ({"stage": 3, "offload_param": NVME, "offload_optimizer": "cpu"}, "fp32", ()),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_bytes_of_copies_in_a_step_are_those_that_the_engine_copies(
+    checker: Checker, name: str
+):
+    settings, precision, options = CASES[name]
+    scenario = Scenario(
+        config=settings, precision=precision, options=(*options, "recorded"), num_ranks=8
+    )
+    outcome = checker.run(scenario)
+    assert not outcome.error
+    with torch.device("meta"):
+        module = Net()
+    optimizers = [torch.optim.AdamW(module.parameters())]
+    step = partial(loss_of, device=torch.device("cpu"))
+    micro_batches = 1 + ("accumulate" in options)
+    runs = EngineRuns(module, optimizers, step, num_micro_batches=micro_batches)
+    config = ZeroConfig(**settings, param_dtype=torch.bfloat16 if precision == "bf16" else None)
+    job = Job(module, optimizers, runs, num_micro_batches=micro_batches)
+    machine = Machine(8, 8, has_device_memory=True)
+    traffic = estimate(Choice("", "", config), job, machine).traffic
+    assert outcome.copied == {"to_cpu": traffic.to_cpu, "to_device": traffic.from_cpu}
