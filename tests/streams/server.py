@@ -33,7 +33,8 @@ class Outcome:
         syncs: Waits of the host in a step, by why and where.
         num_launches: In a step.
         beside: Operations of compute in a step that ran beside each other stream, by its name.
-        copied: Bytes of copies in a step, by kind; only for a scenario that is "recorded".
+        copied: Bytes of copies in a step, by kind, and elements that the CPU has "stepped"; only
+            for a scenario that is "recorded".
         seconds: Processor time.
         error: Error of the training itself.
     """

@@ -51,4 +51,8 @@ def test_the_bytes_of_copies_in_a_step_are_those_that_the_engine_copies(
     job = Job(module, optimizers, runs, num_micro_batches=micro_batches)
     machine = Machine(8, 8, has_device_memory=True)
     traffic = estimate(Choice("", "", config), job, machine).traffic
+    stepped_numel = outcome.copied.pop("stepped")
     assert outcome.copied == {"to_cpu": traffic.to_cpu, "to_device": traffic.from_cpu}
+    # float32: the gradient is read; main parameter and two states of Adam are read and written.
+    assert traffic.cpu_step == (1 + 2 * 3) * 4 * stepped_numel
+    assert bool(stepped_numel) == ("offload_optimizer" in settings)

@@ -15,6 +15,7 @@ from lightning_zero.comm import backends
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.shadow import Shadow
+from lightning_zero.layout.offload import Tier
 from lightning_zero.optim import chunks, clone, step
 from lightning_zero.record import streams
 from lightning_zero.record.spans import Kind
@@ -207,11 +208,15 @@ class _Training:
             self._engine.recorder.begin(_NUM_STEPS - 1)
 
     def copied(self) -> dict[str, int]:
-        """Bytes of copies between device and CPU memory since `begin_recording`, by kind."""
+        """Bytes of copies since `begin_recording`, by kind; and elements stepped on the CPU."""
         if "recorded" not in self._options:
             return {}
         recording = self._engine.recorder.end()
-        return {kind.value: recording.nbytes(kind) for kind in (Kind.TO_CPU, Kind.TO_DEVICE)}
+        stepped = [b for b in self._engine.buckets if b.plan.tiers.optim is not Tier.DEVICE]
+        return {
+            **{kind.value: recording.nbytes(kind) for kind in (Kind.TO_CPU, Kind.TO_DEVICE)},
+            "stepped": sum(bucket.shards.ensure_master().numel for bucket in stepped),
+        }
 
     def end(self) -> None:
         """After the last step."""
