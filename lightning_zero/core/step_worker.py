@@ -148,7 +148,7 @@ class OverlappedStep:
         self.is_running = True
 
     def finish(self) -> None:
-        """Waits until a worker has ended the step, also in vain: then the next `wait` raises."""
+        """Waits until a worker has ended the step; if that failed, the next `wait` raises."""
         if self._wait is not None and self._wait() is None:
             self._wait, self.is_running = None, False
 

@@ -289,7 +289,7 @@ FAULTS = (
     Fault(
         "an all-gather is issued before the overlapped step of its bucket",
         _BUCKET,
-        "            self.wait_for_step()\n        self.check_outside_transform()",
+        "            self._overlapped.finish()\n        self.check_outside_transform()",
         "            pass\n        self.check_outside_transform()",
         (_RATE, _OVERLAP),
     ),
@@ -474,18 +474,11 @@ FAULTS = (
         ("stage 3, cpu optimizer, fp32, plain",),
     ),
     Fault(
-        "the file of main parameters is written while these are still copied",
+        "a file is written while stepped values are still copied to its buffer",
         _CHUNKS,
-        "_write(self._memory[MASTER], self._master)",
-        "self._memory[MASTER].copy_(self._master, non_blocking=True)",
-        (_NVME_PARAMS,),
-    ),
-    Fault(
-        "the file of parameters is written while these are still copied",
-        _CHUNKS,
-        "self._memory[PARAM].copy_(self._master)",
-        "self._memory[PARAM].copy_(self._master, non_blocking=True)",
-        ("stage 3, nvme parameters, bf16, plain",),
+        "_write(target, self._master)",
+        "target.copy_(self._master, non_blocking=True)",
+        (_NVME_PARAMS, "stage 3, nvme parameters, bf16, plain"),
     ),
     Fault(
         "settings of an optimizer are copied to the CPU and not waited for",
@@ -533,8 +526,8 @@ FAULTS = (
     Fault(
         "a shard is moved to the CPU and used there before it has arrived",
         _STORAGE,
-        ".copy_(values)\n        return MemoryShardStore",
-        ".copy_(values, non_blocking=True)\n        return MemoryShardStore",
+        ".copy_(values)\n        elif tier is not",
+        ".copy_(values, non_blocking=True)\n        elif tier is not",
         ("stage 3, cpu both, fp32, edits",),
     ),
     # ------------------------------------------------------------------ files
