@@ -32,13 +32,13 @@ after teardown.
 
 Where all ranks regroup in time (a minute, or the timeout if that is shorter), a checkpoint can be
 saved, the module gets its full tensors as far as `unshard_after_fit` allows it, and fit or validate
-may follow. Where they do not, shards are lost: nothing is saved, and using a parameter that is
-not unsharded is an error (`StepCoordinator.mark_lost`).
+may follow. Where they do not, shards are lost: nothing is saved, and using a parameter that is not
+unsharded is an error (`StepCoordinator.mark_lost`).
 
 Without a Trainer, ranks do not regroup: a rank that has raised in a forward, a backward, a step or
 `Engine.forward_context` first issues the collectives that others wait for, such as the rest of its
 schedule (`StepCoordinator.reset`, `CollectiveOrder.flush_schedule`; `report_failure` in uneven
 calls), so that they reach a round. After an exception between these calls it does so in
-`Engine.reset`. If it catches the exception and
-continues alone, that round ends in a `DesynchronizedError` on all ranks.
+`Engine.reset`. If it catches the exception and continues alone, that round ends in a
+`DesynchronizedError` on all ranks.
 """
