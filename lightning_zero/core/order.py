@@ -367,7 +367,8 @@ class CollectiveOrder:
         """Issues the all-gather of `next_unit`, which this rank will need."""
         one = self._wait_for_begin()
         self._advance(one.cursor + 1, is_needed=True)
-        self._advance(one.ready_stop)
+        if one.ready:
+            self._advance(one.ready_stop)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the schedule has still to unshard."""
