@@ -228,10 +228,11 @@ class Gradients:
         The result is added when this rank begins or ends its backward; until then the user sees and
         zeroes the previous mean. The other ranks may then average over replicas.
         """
-        name = self._plan.name
-        out = torch.empty(self._own.numel, dtype=self.dtype, device=self._comm.device)
-        zeros = unfilled(self._plan, {})
-        self._comm.reduce_scatter(zeros, out, name).wait()
+        name, out = self._plan.name, self._zeros()
+        if self._replicates_mean:
+            self._comm.all_reduce(out, name).wait()
+        else:
+            self._comm.reduce_scatter(unfilled(self._plan, {}), out, name).wait()
         average = None
         if averages and self._offloaded is None and self._has_replicas:
             if self.is_partial and self.main_grad is not None:

@@ -75,7 +75,7 @@ def _train(rank, world_size, options, act):
 CASES = [
     pytest.param({"stage": 0}, drop_gradients, marks=pytest.mark.slow),
     *(({"stage": stage}, drop_gradients) for stage in (1, 3)),
-    pytest.param({"stage": 2}, None, marks=pytest.mark.slow),
+    *(pytest.param({"stage": stage}, None, marks=pytest.mark.slow) for stage in (0, 2)),
     *(({"stage": stage}, None) for stage in (1, 3)),
     *(({"stage": stage}, fail_in_step) for stage in (1, 3)),
     *(({"stage": stage, "overlap_step": True}, fail_in_step) for stage in (1, 3)),
