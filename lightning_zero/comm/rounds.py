@@ -287,8 +287,8 @@ def _are_desynchronized(tally: Tally) -> bool:
 def _desync_text(name: str, action: str = "") -> str:
     return (
         f"this rank reached {name}, and another rank reached a different call. {action}"
-        "One rank has fewer or more batches, runs an additional forward or backward, reads "
-        "parameters, or makes other calls "
+        "One rank has fewer or more batches, runs an additional forward or backward, has caught an "
+        "exception, steps other parameters, reads parameters, or makes other calls "
         "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
         "sharded gradients, p.grad = None, p.data = values). Give all ranks the same number of "
         "batches, as Lightning's own sampler does, and make the same calls in the same order on "

@@ -457,8 +457,8 @@ class StepCoordinator:
         the units.
 
         Args:
-            error: What has ended the pass. After an `Exception`, ranks that do not regroup first
-                issue the collectives that other ranks may wait for.
+            error: What has ended the pass; None: it is not known. After an `Exception`, ranks that
+                do not regroup first issue the collectives that other ranks may wait for.
             has_regrouped: Whether all ranks have regrouped. Collectives in flight never end then,
                 and `Bucket.unshard_again` follows.
             warns: Warn of the first failure, so that the user sees the exception before it.
@@ -470,7 +470,8 @@ class StepCoordinator:
         self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
-        if not self._comm.can_regroup and isinstance(error, Exception):
+        is_caught = error is None or isinstance(error, Exception)
+        if is_caught and not has_regrouped and not self._comm.can_regroup:
             try:
                 self._complete_pass(error)
             except Exception as failure:
@@ -488,7 +489,7 @@ class StepCoordinator:
             warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None
 
-    def _complete_pass(self, error: Exception) -> None:
+    def _complete_pass(self, error: BaseException | None) -> None:
         """Issues the collectives of this pass that other ranks may wait for. Collective.
 
         First the all-gathers after a step that failed on this rank, then the rest of the schedule;
@@ -498,7 +499,9 @@ class StepCoordinator:
             return  # the other ranks have it, too
         for bucket in self.reducer.step_order():
             bucket.leave_failed_step(communicates=True)
-        if self.order.is_training and not self._is_in_backward and self.reducer.reduces:
+        if self.order.is_training and not self._is_in_backward:
+            if not self.reducer.reduces:
+                self.reducer.set_ends_step(True)  # others reduce in the last micro-batch
             self._begin_backward_pass(self.reducer.trainable())
         self.order.flush_schedule()
 

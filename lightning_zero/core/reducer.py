@@ -7,11 +7,12 @@ which parameters have gradients on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
@@ -289,13 +290,13 @@ class Reducer:
         """Notes that an optimizer has failed in its step; where it has not, ranks get an error."""
         self._order.note("a failed step")
 
-    def note_stepped(self, buckets: Sequence[Bucket]) -> None:
-        """Notes which buckets an optimizer steps; a rank that steps others gets an error. Local.
+    def note_stepped(self, parameters: Container[nn.Parameter]) -> None:
+        """Notes which parameters an optimizer steps; if ranks differ, they get an error. Local.
 
-        Without the error, the others would wait for its all-gathers after the step.
+        Without the error, some would wait for the all-gathers after the step of others.
         """
-        numbers = [self._numbers[bucket] for bucket in buckets]
-        self._order.note(f"a step of buckets {numbers}")
+        flags = bytes(p in parameters for bucket in self._buckets for p in bucket.parameters)
+        self._order.note(f"a step of {flags.hex()}")
 
     def reduce_local(self) -> None:
         """Completes the means after backwards that left gradients local or partial. Collective."""

@@ -308,16 +308,17 @@ class OptimizerStep:
             return self._begin_skip(args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             with_grad = {parameter for parameter in members if parameter.grad is not None}
+        self._reducer.note_stepped(with_grad)
         buckets = self._reducer.step_order()
         has_grads = [not with_grad.isdisjoint(bucket.parameters) for bucket in buckets]
         for bucket in buckets:
             is_member = not members.isdisjoint(bucket.parameters)
             if is_member and bucket.shards.full_tensors is not None:
                 # The step is collective, also where one rank alone has dropped its gradients.
+                lockstep_of(bucket.parameters[0]).barrier(f"{type(optimizer).__name__}.step()")
                 has_grads = bucket.comm.control.union(has_grads)
                 break
         self._stepping = [b for b, has_grad in zip(buckets, has_grads, strict=True) if has_grad]
-        self._reducer.note_stepped(self._stepping)
         self._is_inside = True
         if self._kind is StepKind.BY_BUCKET:
             self._is_inside_bucket = True

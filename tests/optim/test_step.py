@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
@@ -39,6 +40,17 @@ class FailingSGD(torch.optim.SGD):
         if FailingSGD.calls_left is not None:
             FailingSGD.calls_left -= 1
         return super().step(closure)
+
+
+class Normalized(torch.optim.SGD):
+    """Steps with gradients of norm 1: it needs full tensors."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(group["lr"] * parameter.grad / parameter.grad.norm())
 
 
 def drop_gradients(module):
@@ -86,4 +98,64 @@ CASES = [
 def test_what_one_rank_alone_drops_or_catches_is_an_error_on_all_ranks_at_once(options, act):
     for errors, seconds in run_ranks(2, _train, options, act):
         assert "DesynchronizedError: this rank reached" in list(errors.values())[-1]
+        assert seconds < 10
+
+
+def _caught_in_a_micro_batch(engine, module, x, is_odd):
+    module.fails = is_odd
+    with contextlib.suppress(ArithmeticError), engine.no_sync():
+        engine.backward(module(x).sum())
+    module.fails = False
+    engine.backward(module(x).sum())
+    engine.step()
+
+
+def _reset_after_the_handler(engine, module, x, is_odd):
+    loss = module(x).sum()
+    if is_odd:
+        engine.reset()
+        return
+    engine.backward(loss)
+    engine.step()
+
+
+def _left_out(engine, module, x, is_odd):
+    engine.backward(module(x).sum())
+    if not is_odd:
+        engine.step()
+
+
+def _run_steps(rank, world_size, stage, step, make_optimizer):
+    torch.manual_seed(0)
+    module, start = Network(), time.monotonic()
+    engine = Engine(module, [make_optimizer(module.parameters())], ZeroConfig(stage=stage))
+    text = ""
+    try:
+        for number in range(5):
+            step(engine, module, torch.ones(2, 8), rank == 1 and number == STEP)
+            engine.zero_grad()
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    return text, time.monotonic() - start
+
+
+def _sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def _full_tensor_optimizer(parameters):
+    return Normalized(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "step", "make_optimizer"),
+    [
+        (1, _caught_in_a_micro_batch, _sgd),
+        (1, _reset_after_the_handler, _sgd),
+        (3, _left_out, _full_tensor_optimizer),
+    ],
+)
+def test_what_one_rank_alone_leaves_out_is_an_error_on_all_ranks(stage, step, make_optimizer):
+    for text, seconds in run_ranks(2, _run_steps, stage, step, make_optimizer):
+        assert text.startswith(("DesynchronizedError", "PeerAbortedError"))
         assert seconds < 10
