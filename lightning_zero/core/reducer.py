@@ -295,7 +295,7 @@ class Reducer:
 
         Without the error, some would wait for the all-gathers after the step of others.
         """
-        flags = bytes(p in parameters for bucket in self._buckets for p in bucket.parameters)
+        flags = bytes([p in parameters for bucket in self._buckets for p in bucket.parameters])
         self._order.note(f"a step of {flags.hex()}")
 
     def reduce_local(self) -> None:
