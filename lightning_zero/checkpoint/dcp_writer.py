@@ -46,7 +46,13 @@ from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
 from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.remote import RemotePath
-from lightning_zero.checkpoint.save_record import RECORD, digest_item_ends, encode_record, trailer
+from lightning_zero.checkpoint.save_record import (
+    ALIGNMENT,
+    RECORD,
+    digest_item_ends,
+    encode_record,
+    trailer,
+)
 from lightning_zero.checkpoint.states import shards_in
 from lightning_zero.checkpoint.torch_file import open_pread
 from lightning_zero.comm.control import Channel
@@ -56,7 +62,6 @@ from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
-_ALIGNMENT = 64  # items start at multiples of it, so that a memory map of their elements is aligned
 _BUFFER_BYTES = 2**20
 _SYNC_BYTES = 2**26
 
@@ -112,7 +117,7 @@ def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Ite
         if isinstance(value, CheckpointShard):
             key = (value.source, value.dtype, item.index.offset)
         if key not in stored:
-            file.write(bytes(-file.tell() % _ALIGNMENT))
+            file.write(bytes(-file.tell() % ALIGNMENT))
             start = file.tell()
             _append(planner.resolve_data(item), file)
             stored[key] = _StorageInfo(name, start, file.tell() - start)
@@ -235,7 +240,9 @@ class ShardedSave:
         def set_up_shards() -> int:
             if not is_first:
                 entries = plan_cache.entries.items()
-                planner.set_up_planner({n: shards[s].cast(dtype) for n, (s, dtype) in entries})
+                own = {name: shards[source].cast(dtype) for name, (source, dtype) in entries}
+                # A tensor without elements is one box on every rank; only rank 0 writes it.
+                planner.set_up_planner({n: shard for n, shard in own.items() if shard.numel()})
                 planner.mappings = {}  # rank 0's planner has all names, in order
             return _owned_bytes(planner)
 

@@ -3,11 +3,15 @@
 `old_checkpoints.txt` is a tar.xz archive in base64, written at commit fd221e3 (lightning-zero
 0.1.0.dev0, torch 2.13.0): `full.ckpt` and the sharded checkpoint `sharded`, saved by two ranks in
 stage 3 with precision "bf16-true" at the end of the first epoch of `LinearModule`.
+
+`old_empty_checkpoint.txt` is such an archive of commit 120b1bb5: the sharded checkpoint `empty` of
+`EmptyModule`. Every rank wrote the empty parameter, and the metadata has only one copy of it.
 """
 
 import base64
 import io
 import json
+import shutil
 import tarfile
 from functools import partial
 from pathlib import Path
@@ -28,7 +32,7 @@ from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import run_ranks
 
-ARCHIVE = Path(__file__).with_name("old_checkpoints.txt")
+ARCHIVES = ("old_checkpoints.txt", "old_empty_checkpoint.txt")
 
 
 class LinearModule(MLPModule):
@@ -37,6 +41,17 @@ class LinearModule(MLPModule):
     def __init__(self, **options):
         super().__init__(optimizer="sgd", **options)
         self.net = nn.Linear(8, 3)
+
+
+class EmptyModule(LinearModule):
+    """Has a parameter without elements and one without dimensions, too."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.empty, self.number = nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.number + self.empty.sum()
 
 
 class SavingCallback(Callback):
@@ -53,16 +68,17 @@ class SavingCallback(Callback):
 @pytest.fixture(scope="module")
 def old(tmp_path_factory):
     folder = tmp_path_factory.mktemp("old")
-    data = io.BytesIO(base64.b64decode(ARCHIVE.read_text()))
-    with tarfile.open(fileobj=data, mode="r:xz") as archive:
-        archive.extractall(folder, filter="data")
+    for name in ARCHIVES:
+        data = io.BytesIO(base64.b64decode(Path(__file__).with_name(name).read_text()))
+        with tarfile.open(fileobj=data, mode="r:xz") as archive:
+            archive.extractall(folder, filter="data")
     return folder
 
 
-def _train(rank, world_size, folder, kind, num_epochs=2, old_path=None):
+def _train(rank, world_size, folder, kind, num_epochs=2, old_path=None, factory=LinearModule):
     """Trains `num_epochs` epochs in stage 3, and saves after the first and the last one."""
     seed_everything(7, verbose=False)
-    module = LinearModule(ranks=2)
+    module = factory(ranks=2)
     trainer = make_trainer(
         settings(3, checkpoint=kind),
         callbacks=[SavingCallback(f"{folder}/{kind}")],
@@ -105,6 +121,30 @@ def test_training_resumes_from_an_old_checkpoint(name, old, tmp_path):
     assert resumed.keys() == reference.keys()
     for key, value in reference.items():  # one rank sums gradients in another order
         torch.testing.assert_close(resumed[key], value, rtol=2e-2, atol=2e-2, msg=key)
+
+
+def test_training_resumes_from_an_old_checkpoint_with_an_empty_parameter(old, tmp_path):
+    assert list(_values(old / "empty")) != []
+    train = partial(run_ranks, 2, _train, has_group=False)
+    train(str(tmp_path / "resumed"), "sharded", 2, str(old / "empty"), EmptyModule)
+    train(str(tmp_path / "uninterrupted"), "sharded", 2, None, EmptyModule)
+    resumed = _values(tmp_path / "resumed" / "end-sharded")
+    reference = _values(tmp_path / "uninterrupted" / "end-sharded")
+    assert resumed.keys() == reference.keys()
+    assert {tuple(value.shape) for value in reference.values()} == {(3, 8), (3,), (0, 3), ()}
+    for key, value in reference.items():
+        assert torch.equal(resumed[key], value), key
+
+
+def test_a_damaged_item_of_an_old_checkpoint_with_an_empty_parameter_is_found(old, tmp_path):
+    items = read_metadata(old / "empty").storage_data
+    for name in ("__0_0.distcp", "__1_0.distcp"):
+        item = next(i for i in items.values() if i.relative_path == name)
+        copy = shutil.copytree(old / "empty", tmp_path / name)
+        data = bytearray((copy / name).read_bytes())
+        data[data.index(b"torch._utils", item.offset)] ^= 1
+        (copy / name).write_bytes(data)
+        assert any(name in line for line in find_damage(copy))
 
 
 def test_what_is_written_has_the_names_of_old_checkpoints(old, tmp_path):
