@@ -97,7 +97,6 @@ class CheckpointStrategy(EngineStrategy):
         self._trainer_patches = Patches()
         self.last_checkpoint: str | None = None  # path of the last save in this process
         self.num_saves = 0  # in this process
-        self._has_lost_states = False  # pickled after a run, without the optimizers' states
 
     @property
     @override
@@ -130,7 +129,6 @@ class CheckpointStrategy(EngineStrategy):
         self._saving.decide(self.engine, trainer.ckpt_path, is_reported=is_fit)
         if is_fit:
             self._saving.check_callbacks(trainer, is_sharded=self._saves_shards)
-        self._has_lost_states = False
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._averages = Averages(self.engine, callbacks, self._average_state)
 
@@ -244,14 +242,15 @@ class CheckpointStrategy(EngineStrategy):
         """State of `optimizer`: full on rank 0, or shards by name on every rank. Collective."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        owner = self._state_engine
-        if self._has_lost_states:
+        if self._lost_states_reason:
             raise RuntimeError(
-                "the optimizer states are not available: the Trainer was pickled after a run, "
-                "without the shards of other ranks; save with weights_only=True, or resume from a "
-                "checkpoint (ckpt_path=...) that was saved before."
+                f"the optimizer states are not available: {self._lost_states_reason}; save with "
+                "weights_only=True, or resume from a checkpoint (ckpt_path=...) that was saved "
+                "before."
             )
-        if owner is None or optimizer not in owner.optimizers:
+        engines = [e for e in (self._engine, self._closed) if e is not None]
+        owner = next((e for e in engines if optimizer in e.optimizers), None)
+        if owner is None:
             return super().optimizer_state(optimizer)
         if not self._can_communicate():
             return {}
@@ -297,7 +296,7 @@ class CheckpointStrategy(EngineStrategy):
                 checkpoint,
                 filepath,
                 self._state_engine,
-                last_masters=self._last_masters if self._engine is None else None,
+                last_masters=self._present_masters() if self._engine is None else None,
                 rank_state=self._collect_rank_state(checkpoint),
             )
         else:
@@ -316,8 +315,8 @@ class CheckpointStrategy(EngineStrategy):
         self._finite.prepare(path, names, self.run_on_rank_zero, is_movable=is_movable)
 
     def _collect_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What this rank adds to a checkpoint of a run in progress; None for another one. Local."""
-        if "optimizer_states" not in checkpoint or self._engine is None:
+        """What this rank adds to a checkpoint of a fit in progress; None for another one. Local."""
+        if "optimizer_states" not in checkpoint or not self._is_fitting:
             return None
         return self._rank_state.collect(checkpoint, self.root_device)
 
@@ -326,7 +325,7 @@ class CheckpointStrategy(EngineStrategy):
     ) -> None:
         engine = self._engine
         if "optimizer_states" in checkpoint:
-            masters = self._last_masters if engine is None else narrow_masters(engine)
+            masters = self._present_masters() if engine is None else narrow_masters(engine)
             if masters:
                 checkpoint[MASTERS_KEY] = masters
         io, is_left_to_io = self.checkpoint_io, self._uses_io_only(filepath)
@@ -432,7 +431,10 @@ class CheckpointStrategy(EngineStrategy):
                 "trainer.save_checkpoint()."
             )
         state = super().__getstate__()
-        state["_has_lost_states"] |= self._state_engine is not None
+        if self._state_engine is not None:
+            state["_lost_states_reason"] = (
+                "the Trainer was pickled after a run, without the shards of other ranks"
+            )
         launcher: Any = copy.copy(self._launcher)
         if hasattr(launcher, "procs"):
             launcher.procs = []  # the started processes belong to this process

@@ -8,8 +8,9 @@ failed or has fewer batches.
     before the engine   parameters that `configure_model` has built as shards, and the master
                         parameters of a checkpoint that was opened
     during a run        the engine, and the averages of callbacks
-    after a run         the closed engine with its optimizers' shards, and the main parameters on
-                        rank 0: a late save can still build full states from them
+    after a run         the closed engine of the last fit with its optimizers' shards, and the main
+                        parameters on rank 0: a late save can still build full states from them,
+                        also during and after an evaluation
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.launch.children import release_children
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.memory import MemoryReport
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import check_has_parameters
 from lightning_zero.layout.stage import State
 from lightning_zero.strategy.averages import Averages
@@ -108,6 +110,7 @@ class EngineStrategy(ProcessStrategy):
         self._averages: Averages | None = None
         self._closed: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # by name, for a 16-bit module; on rank 0
+        self._lost_states_reason = ""  # why the last fit's optimizer states cannot be saved
         # Called with the arguments of each `training_step`, before it; until teardown.
         self.before_training_step: list[Callable[..., object]] = []
         self._watched_by: Watchdog | None = None  # watchdog of the last run that was set up
@@ -136,7 +139,7 @@ class EngineStrategy(ProcessStrategy):
 
     @property
     def _state_engine(self) -> Engine | None:
-        """The engine that has the optimizers' shards: the running one, or the closed one."""
+        """The running engine, or the closed one, with which a late save communicates."""
         return self._engine or self._closed
 
     def memory_report(self) -> MemoryReport:
@@ -240,18 +243,25 @@ class EngineStrategy(ProcessStrategy):
         with self._wrapping_built_parameters():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
-            self._reset_optimizers_and_schedulers()
             if is_fitting:
+                self._forget_last_fit()
                 with ConstantStates():
                     self.setup_optimizers(trainer)
             if self._building is not None:
                 self._building.finalize()
-            if self._closed is not None:
-                self._closed.comm.close()
-                self._closed = None
-            self._last_masters = {}
+            if self._masters_to_load:
+                self._last_masters = {}
             self._begin(trainer)
         self.setup_precision_plugin()
+
+    def _forget_last_fit(self) -> None:
+        """Drops what a late save would write. An evaluation keeps it, as under DDP."""
+        self._reset_optimizers_and_schedulers()
+        if self._closed is not None:
+            self._closed.comm.close()
+            self._closed = None
+        self._last_masters = {}
+        self._lost_states_reason = ""
 
     def with_synced_layers(self, module: LightningModule) -> LightningModule:
         """`module`, with other layers where they synchronize, as with `sync_batchnorm=True`."""
@@ -284,12 +294,15 @@ class EngineStrategy(ProcessStrategy):
         move_all_but_parameters(self.lightning_module, self.root_device)
 
     def _begin(self, trainer: Trainer) -> None:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
         optimizers = [opt for opt in self.optimizers if not isinstance(opt, _MockOptimizer)]
+        if not is_fitting:
+            optimizers = []  # those of the last fit, which keep their states
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
         gather = self.gather_for("the memory of all ranks")
         precision = self._precision_plugin
         config = self._settings.decide(trainer, optimizers, hardware, precision, gather)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if is_fitting:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
         self._engine = Engine(
             trainer.lightning_module,
@@ -452,9 +465,13 @@ class EngineStrategy(ProcessStrategy):
             keeps_module = self._should_keep_full_module()
             if self._averages is not None:
                 self._averages.unwrap(_CPU if keeps_module else None)
-            self._last_masters = narrow_masters(engine) if keeps_module else {}
+            masters = narrow_masters(engine) if keeps_module else {}
             engine.close(_CPU, keep_optimizer_shards=True, keep_parameters=keeps_module)
             if keeps_module:
+                self._last_masters = masters | self._present_masters()
+            elif self._is_fitting:
+                self._lost_states_reason = "they were dropped when training ended"
+            if keeps_module and self._closed is None:
                 self._closed = engine
             else:
                 engine.comm.close()
@@ -462,7 +479,24 @@ class EngineStrategy(ProcessStrategy):
             engine.abort()
             if self._averages is not None:
                 self._averages.restore_methods()
+            if self._is_fitting:
+                self._lost_states_reason = "a rank failed, and its shards of them are gone"
         self._engine = self._averages = None
+
+    def _present_masters(self) -> dict[str, Tensor]:
+        """Main parameters of the last fit, where the module has these values still. Local.
+
+        An evaluation, or code after the run, may have changed the module.
+        """
+        if not self._last_masters or self.lightning_module is None:
+            return {}
+        named = parameters_by_name(self.lightning_module)
+        return {
+            name: master
+            for name, master in self._last_masters.items()
+            if name in named
+            and torch.equal(master.to(named[name].dtype), named[name].detach().cpu())
+        }
 
     def _should_keep_full_module(self) -> bool:
         """Whether every rank keeps the full module after this run. Collective."""
@@ -472,19 +506,21 @@ class EngineStrategy(ProcessStrategy):
             if isinstance(self._unshard_after_fit, bool):
                 self._keeps_full_module = self._unshard_after_fit
             else:  # only a fit saves its parameters before they are dropped
-                self._keeps_full_module = not self._was_fitting() or _full_module_fits(
+                self._keeps_full_module = not self._is_fitting or _full_module_fits(
                     self.engine, num_averages=len(self._averages or ())
                 )
         return self._keeps_full_module
 
-    def _was_fitting(self) -> bool:
-        return run_state(self.engine.module).fn == TrainerFn.FITTING
+    @property
+    def _is_fitting(self) -> bool:
+        """Whether the engine is that of a fit, which is running or ending."""
+        return self._engine is not None and run_state(self._engine.module).fn == TrainerFn.FITTING
 
     def _drops_weights(self) -> bool:
         """Whether this run is a fit after which "auto" drops the parameters. Collective."""
-        if self._engine is None or self._unshard_after_fit != "auto":
+        if not self._is_fitting or self._unshard_after_fit != "auto":
             return False
-        return self._was_fitting() and not self._should_keep_full_module()
+        return not self._should_keep_full_module()
 
     def _unwrap_module(self) -> None:
         module = self.lightning_module

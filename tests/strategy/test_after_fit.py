@@ -65,6 +65,9 @@ def _auto(rank, world_size):
     assert dict(module.named_parameters())["gpt.head.weight"] is weight
     after_fit.available_memory_bytes = lambda: 2**40
     (metrics,) = trainer.validate(module, ckpt_path=SAVED, verbose=False)
+    with pytest.raises(RuntimeError, match=f"optimizer states are not available: .*{TEXT}"):
+        trainer.save_checkpoint("late.ckpt")
+    trainer.save_checkpoint("weights.ckpt", weights_only=True)
     loaded = load_from_checkpoint(GPTModule, SAVED, ranks=world_size)
     return warned, refusals, metrics, arrays(module.state_dict()), arrays(loaded.state_dict())
 
