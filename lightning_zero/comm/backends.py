@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.health.world import has_world
+from lightning_zero.health.world import has_world, is_nccl
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.tensors.buffer import ScratchPool
@@ -126,7 +126,7 @@ def backend_for(device: torch.device) -> str:
 
 def queue_warnings(device: torch.device) -> list[str]:
     """Returns warnings about settings with which two communicators on `device` can hang."""
-    if backend_for(device) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+    if not is_nccl(backend_for(device)) or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return []
     return [
         "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that kernels of two NCCL communicators can wait for "
@@ -375,7 +375,7 @@ class DeviceBackend(Backend):
         self._copy_stream = streams.make_stream(device, is_high_priority=True)
         self._gather_stream = streams.make_stream(device, is_high_priority=True)
         self._reduce_stream = streams.make_stream(device, is_high_priority=True)
-        self._has_avg = backend_for(device) == "nccl"
+        self._has_avg = is_nccl(backend_for(device))
 
     def fill(self, buffer: Tensor, source: Source, name: str = "") -> streams.Event | None:
         own = _shard(buffer, self._rank, self._size)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.health.world import has_world
+from lightning_zero.health.world import has_world, is_nccl
 
 __all__ = ["broadcast_object", "close_group", "gather_objects", "split_world", "wait_for_world"]
 
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 def wait_for_world(device: torch.device) -> None:
     """Waits until every rank has called this; `device` is where this rank computes. Collective."""
     if has_world():
-        on_nccl = dist.get_backend() == "nccl"
+        on_nccl = is_nccl(dist.get_backend())
         dist.barrier(device_ids=[device.index] if on_nccl else None)
 
 
@@ -36,8 +36,9 @@ def split_world(groups: list[list[int]], timeout: timedelta | None, parent: Any 
     """
     world = dist.group.WORLD
     assert world is not None
-    is_bound = world.bound_device_id is not None  # else torch refuses to split
-    if is_bound and dist.get_backend() == "nccl":
+    device = world.bound_device_id  # None: torch refuses to split
+    can_split = device is not None and world._get_backend(device).supports_splitting
+    if can_split and is_nccl(dist.get_backend()):
         return dist.split_group(world if parent is None else parent, groups, timeout=timeout)
     own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
     return own

@@ -11,10 +11,12 @@ import os
 import socket
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -22,12 +24,15 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_zero.health.failures import print_now
+
 __all__ = [
     "DEFAULT_TIMEOUT",
     "disconnect_groups",
     "disconnect_store",
     "end_at_exit",
     "has_world",
+    "is_nccl",
     "is_world",
     "known_backends",
     "leave_world",
@@ -39,6 +44,7 @@ __all__ = [
 
 DEFAULT_TIMEOUT = default_pg_timeout
 _RENDEZVOUS_MARGIN_S = 2.0  # wait for torch's own error, which is more precise
+_ABORT_S = 5.0  # NCCL takes less than a second; then the abort is reported as failed
 
 
 def known_backends() -> list[str]:
@@ -47,8 +53,15 @@ def known_backends() -> list[str]:
         return []
     # Torch lists these two also if it was built without them.
     built = {"mpi": dist.is_mpi_available(), "ucc": dist.is_ucc_available()}
-    names = (name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
-    return [name for name in names if built.get(name, True)]
+    listed = (name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED)
+    # Torch 2.15 registers some of its own, such as nccl-legacy, where they are used first.
+    lazy = (entry.name.lower() for entry in entry_points(group="torch.distributed.backends"))
+    return [name for name in dict.fromkeys((*listed, *lazy)) if built.get(name, True)]
+
+
+def is_nccl(backend: str) -> bool:
+    """Whether a backend of this name is NCCL: torch 2.15 has nccl2, nccl-lazy and nccl-legacy."""
+    return backend.startswith("nccl")
 
 
 def open_store(rank: int, size: int, timeout: timedelta) -> Any:
@@ -131,10 +144,9 @@ def end_at_exit(owner: Any) -> None:
 
 
 def disconnect_groups(groups: Iterable[Any]) -> None:
-    """Ends all operations of this rank on groups: closes gloo's connections, aborts NCCL.
+    """Ends all operations of this rank on groups: closes gloo's connections, aborts the others.
 
-    NCCL's groups are aborted together: one alone may wait for a kernel that waits for a kernel of
-    another group (https://github.com/pytorch/pytorch/issues/119797). Destroyed groups are skipped.
+    Destroyed groups are skipped. If a group cannot be aborted, this prints why.
     """
     known: list[tuple[Any, set[str]]] = []
     for group in groups:
@@ -143,17 +155,59 @@ def disconnect_groups(groups: Iterable[Any]) -> None:
             # A group with one backend per device type does not name them.
             devices = group._device_types
             known.append((group, {group._get_backend(d).name().lower() for d in devices}))
-    nccl_groups = [group for group, backends in known if "nccl" in backends]
-    if nccl_groups:
-        backend = nccl_groups[0]._get_backend(torch.device("cuda"))
-        backend._group_start()
-        for group in nccl_groups:
-            with suppress(RuntimeError, ValueError):
-                dist.distributed_c10d._abort_process_group(group)
-        backend._group_end()
+    aborts = [_Abort(group, backends) for group, backends in known if backends - {"gloo", "fake"}]
     for group, backends in known:
         if "gloo" in backends:
             _close_pairs(group)
+    deadline = time.monotonic() + _ABORT_S
+    for abort in aborts:
+        abort.finish(deadline)
+
+
+class _Abort:
+    """The abort of a group, in a thread of its own, so that all groups are aborted at once.
+
+    One alone may wait for a kernel that waits for a kernel of another group
+    (https://github.com/pytorch/pytorch/issues/119797), and torch groups no aborts:
+    ProcessGroupNCCL runs each in a thread of its own, where `_group_start` of its caller has no
+    effect, and the coalescing of ProcessGroupNCCL2 starts no group of NCCL.
+    """
+
+    def __init__(self, group: Any, backends: set[str]) -> None:
+        self._group, self._rank = group, dist.get_rank()
+        self._backends = ", ".join(sorted(backends))
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lightning-zero-abort")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if is_world(self._group):
+                self._group.abort()  # torch's function would abort all groups one by one
+            else:
+                dist.distributed_c10d._abort_process_group(self._group)
+        except ValueError:  # another thread has destroyed it meanwhile
+            pass
+        except Exception as error:
+            self._error = error
+
+    def finish(self, deadline: float) -> None:
+        """Waits until the group is aborted or the deadline is over; prints why it is not."""
+        self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._thread.is_alive():
+            self._report(f"no answer in {_ABORT_S:g} s")
+        elif self._error is not None:
+            self._report(f"{type(self._error).__name__}: {self._error}")
+        elif is_world(self._group):
+            with suppress(RuntimeError, ValueError):  # torch forgets it, with all other groups
+                dist.distributed_c10d._abort_process_group(self._group)
+
+    def _report(self, reason: str) -> None:
+        print_now(
+            f"rank {self._rank}: a process group on {self._backends} could not be aborted "
+            f"({reason}). A call on the device that waits for it ends with torch's own timeout; to "
+            "end it now, end this process."
+        )
 
 
 def _close_pairs(group: Any) -> None:

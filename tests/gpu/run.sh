@@ -19,12 +19,12 @@ mkdir -p "$OUT"
 
 for piece in "$@"; do
   echo "== $piece"
-  if [ "$piece" = smoke ]; then # every tier and stage with real values, and forked workers
-    timeout -s INT 540 python -m pytest tests/gpu/test_forks.py tests/gpu/test_parity.py -v --tb=short -p no:cacheprovider \
+  if [ "$piece" = smoke ]; then # aborts of NCCL, forked workers, and every tier and stage with real values
+    timeout -s INT 540 python -m pytest tests/gpu/test_abort.py tests/gpu/test_forks.py tests/gpu/test_parity.py -v --tb=short -p no:cacheprovider \
       2>&1 | tee "$OUT/smoke.txt" || echo "smoke failed or timed out"
   elif [ "$piece" = tests ]; then
     timeout -s INT 540 python -m pytest tests/gpu/test_delays.py tests/gpu -v --tb=short -p no:cacheprovider \
-      --deselect tests/gpu/test_parity.py --deselect tests/gpu/test_forks.py 2>&1 |
+      --deselect tests/gpu/test_parity.py --deselect tests/gpu/test_forks.py --deselect tests/gpu/test_abort.py 2>&1 |
       tee "$OUT/tests.txt" || echo "tests failed or timed out"
   else
     timeout -s INT 540 python -m tests.gpu.first_hour "$piece" --out "$OUT" "${dry[@]}" ||

@@ -179,12 +179,10 @@ ATTRIBUTES = {
     },
     "a logger's file": {"_fs": "metrics.csv of a requeued job"},
 }
-# Set by Lightning or NCCL where these tests have none.
+# Set by Lightning where these tests have none.
 NOT_HERE = {
     "_average_model": "WeightAveraging, in a fit",
     "_avg_fn": "SWA, in a fit",
-    "_group_start": "ProcessGroupNCCL",
-    "_group_end": "ProcessGroupNCCL",
 }
 # The package looks whether these exist, and does without where they do not.
 OPTIONAL = {
