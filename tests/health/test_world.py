@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -36,6 +37,12 @@ class StandIn(dist.ProcessGroup):
     def _get_backend(self, device):
         return self.backend
 
+    def _start_coalescing(self, device):
+        pass
+
+    def _end_coalescing(self, device):
+        pass
+
     def abort(self):
         self.end()
 
@@ -57,6 +64,7 @@ def _make(end, backend=_nccl2, num=1):
     def create(store, rank, size, timeout):
         return StandIn(rank, size, backend(), end)
 
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # torch 2.15 cannot record what a stand-in does
     dist.Backend.register_backend("stand_in", create, devices=["cuda"])
     return [dist.new_group(backend="stand_in") for _ in range(num)]
 

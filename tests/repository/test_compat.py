@@ -1,10 +1,12 @@
 """Private names of torch and Lightning that the package uses: all are listed here, and exist.
 
-A name that is gone fails with what the package needs it for. A new use fails until it is listed.
+Names in strings count, too: of `getattr`, of operators, of functions in a traceback. A name that is
+gone fails with what the package needs it for. A new use fails until it is listed.
 """
 
 import ast
 import importlib
+import re
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ from tests.repository.test_layers import MODULES, PACKAGE, syntax_of
 
 TREES = "containers of tensors in inputs, outputs and states"
 DISPATCH = "what an optimizer does to its tensors, and the planner's counts"
+SHARDED = "what may be in a sharded checkpoint"
 IMPORTED = {
     "torch._dynamo": {"OptimizedModule": "names of parameters of a compiled module"},
     "torch._dynamo.callback": {"callback_handler": "gradients that torch.compile cannot describe"},
@@ -30,6 +33,8 @@ IMPORTED = {
     "torch.distributed.checkpoint.filesystem": {
         "_StorageInfo": "places of tensors in sharded checkpoints"
     },
+    "torch.distributed.checkpoint.metadata": {"_MEM_FORMAT_ENCODING": SHARDED},
+    "torch.serialization": {"_get_layout": SHARDED},
     "torch.testing._internal.distributed.fake_pg": {"FakeStore": "the planner's process group"},
     "torch.utils._python_dispatch": {
         "TorchDispatchMode": DISPATCH,
@@ -44,7 +49,8 @@ IMPORTED = {
         "_validate_keys_for_strict_loading": "strict= of Fabric's load",
     },
     "lightning.fabric.strategies.launchers.subprocess_script": {
-        "_basic_subprocess_cmd": "the command line of the other ranks of a node"
+        "_basic_subprocess_cmd": "the command line of the other ranks of a node",
+        "_hydra_subprocess_cmd": "the command line of the other ranks of a node in a Hydra job",
     },
     "lightning.fabric.utilities.cloud_io": {"_is_local_file_protocol": "remote checkpoints"},
     "lightning.fabric.utilities.distributed": {
@@ -91,10 +97,14 @@ STATE_DICT = "state dicts without full parameters"
 POINTER = "memory that is freed while tensors still refer to it"
 GROUPS = "groups whose waits end at a failure"
 STORE = "the watchdog's log of failures"
+OPERATORS = "which operators are elementwise, change shapes only, or read values"
 ATTRIBUTES = {
     "a module": {
         **dict.fromkeys(("_parameters", "_buffers", "_modules", "_apply"), MODULE),
-        **dict.fromkeys(("_forward_pre_hooks", "_load_state_dict_post_hooks"), HOOKS),
+        **dict.fromkeys(("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"), HOOKS),
+        **dict.fromkeys(("_forward_hooks", "_forward_hooks_with_kwargs"), HOOKS),
+        **dict.fromkeys(("_forward_hooks_always_called", "_state_dict_hooks"), HOOKS),
+        "_load_state_dict_post_hooks": HOOKS,
         **dict.fromkeys(("_save_to_state_dict", "_load_from_state_dict"), STATE_DICT),
         "_compiled_call_impl": "module.compile()",
     },
@@ -130,8 +140,18 @@ ATTRIBUTES = {
     "torch.nn.modules": {
         "batchnorm._NormBase": "modules that keep float32",
         "conv._ConvNd": "modules that keep float32",
+        "MultiheadAttention._reset_parameters": "modules on the meta device",
     },
-    "torch.ops.aten": {"_to_copy": "casts of checkpoint shards"},
+    "a compiled function": {"_torchdynamo_orig_callable": "methods that are compiled"},
+    "a scheduler": {"_last_lr": "learning rates that ranks have in common"},
+    "torch.ops.aten": {
+        "_to_copy": "casts of checkpoint shards",
+        "_amp_foreach_non_finite_check_and_unscale_": "GradScaler",
+        **dict.fromkeys(("_conj_physical", "_foreach_zero", "_foreach_zero_"), OPERATORS),
+        **dict.fromkeys(("_foreach_copy", "_foreach_copy_", "_foreach_norm"), OPERATORS),
+        **dict.fromkeys(("_foreach_max", "_local_scalar_dense"), OPERATORS),
+        **dict.fromkeys(("_reshape_alias", "_unsafe_view"), OPERATORS),
+    },
     "an operator": {"_schema": DISPATCH, "_overloadname": DISPATCH},
     "an optimizer": dict.fromkeys(
         ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS
@@ -140,6 +160,8 @@ ATTRIBUTES = {
         "distributed_c10d._get_default_store": STORE,
         "distributed_c10d._world": GROUPS,
         "distributed_c10d._abort_process_group": GROUPS,
+        "distributed_c10d._object_to_tensor": "calls that wait for no other rank",
+        "distributed_c10d._tensor_to_object": "calls that wait for no other rank",
         "ProcessGroup._device_types": GROUPS,
         "ProcessGroup._get_backend": GROUPS,
         "ProcessGroup._get_sequence_number_for_group": "deadlocks in collectives of the user",
@@ -177,6 +199,7 @@ ATTRIBUTES = {
         "StochasticWeightAveraging.update_parameters": "averaged weights",
         "ModelCheckpoint._ModelCheckpoint__resolve_ckpt_dir": 'ckpt_path="newest"',
     },
+    "a ModelCheckpoint": {"_last_global_step_saved": "the last step that is saved at an error"},
     "a logger's file": {"_fs": "metrics.csv of a requeued job"},
 }
 # Set by Lightning where these tests have none.
@@ -189,9 +212,19 @@ OPTIONAL = {
     "_swap_data_ptr_",  # UntypedStorage of torch 2.13, not 2.11: freed memory reads as NaN
     "_set_storage_data_ptr_access_error_msg",  # torch._C of CUDA builds: reading it raises
     "_clear_storage_data_ptr_access_error_msg",
+    "_foreach_powsum",  # an operator that not all versions have
 }
 # Of Python, of fsspec, and of named tuples.
 PYTHON = {"_current_frames", "_getframe", "_replace", "_make", "_fields", "_parent", "_exit"}
+# Of models of transformers, which are looked up where a model has them; and of Hydra.
+OF_MODELS = {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_get_dtype_plan"}
+OF_MODELS |= {"_init_weights"}
+HYDRA = {"_target_"}
+# Parts of names of settings, metrics, files and functions; attributes that this package sets.
+PARTS = {"_bytes", "_bytes_per_node", "_exposed_s", "_extra_state", "_foreach_", "_fused_"}
+PARTS |= {"_gb_per_s", "_gib", "_list", "_nbytes", "_notebook", "_object", "_object_list"}
+PARTS |= {"_optimizer_", "_overlapped_s", "_rank_", "_s", "_is_flat_buffer"}
+OWN = "_zero_"
 
 
 def _owner(name):
@@ -209,6 +242,10 @@ def _owner(name):
         "torch.ops.aten": lambda: torch.ops.aten,
         "an operator": lambda: torch.ops.aten.add.Tensor,
         "an optimizer": lambda: torch.optim.SGD(module.parameters(), lr=1.0),
+        "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(
+            torch.optim.SGD(module.parameters(), lr=1.0), lambda step: 1.0
+        ),
+        "a compiled function": lambda: torch.compile(lambda x: x),
         "torch.distributed": lambda: SimpleNamespace(
             distributed_c10d=dist.distributed_c10d, ProcessGroup=dist.ProcessGroup
         ),
@@ -223,6 +260,7 @@ def _owner(name):
             )._desired_input_dtype,
         ),
         "callbacks": lambda: pl.callbacks,
+        "a ModelCheckpoint": pl.callbacks.ModelCheckpoint,
         "a logger's file": lambda: lightning.fabric.loggers.csv_logs._ExperimentWriter("."),
     }
     return makers[name]()
@@ -276,15 +314,24 @@ def _is_private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
+def _is_private_text(value):
+    is_name = isinstance(value, str) and re.fullmatch(r"_[A-Za-z]\w*", value) is not None
+    return is_name and not value.startswith(OWN)
+
+
 def test_every_private_name_in_use_is_listed():
     listed = {path.rpartition(".")[2] for names in ATTRIBUTES.values() for path in names}
     listed |= PYTHON | OPTIONAL | NOT_HERE.keys() | set(_defined())
+    listed |= {name for names in IMPORTED.values() for name in names}
+    listed |= OF_MODELS | HYDRA | PARTS
     found = defaultdict(set)
     stubs = [ast.parse(stub.read_text()) for stub in (PACKAGE / "_lightning").glob("*.pyi")]
     for module, tree in [*((name, syntax_of(name)) for name in MODULES), *(("", t) for t in stubs)]:
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and _is_private(node.attr):
                 found[node.attr].add(module)
+            elif isinstance(node, ast.Constant) and _is_private_text(node.value):
+                found[node.value].add(module)
             elif isinstance(node, ast.ImportFrom):
                 source = node.module or ""
                 if source.split(".")[0] not in {"torch", "lightning", "lightning_utilities"}:
