@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 import lightning_zero
@@ -119,9 +119,10 @@ class FSDP2:
 
     def __init__(self, model: nn.Module, nbytes: int) -> None:
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        self.model = fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self.model = fully_shard(model, mesh=mesh, mp_policy=policy)
         self.optimizer = AdamW(model.parameters(), **_ADAMW)
         _step(self.model, self.optimizer.step)
 

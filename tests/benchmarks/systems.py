@@ -124,10 +124,9 @@ class FSDP2:
         self.reshard_after_forward = reshard_after_forward
 
     def build(self, model: nn.Module, param_dtype: torch.dtype) -> None:
-        is_mixed = param_dtype is not torch.float32
         policy = MixedPrecisionPolicy(
-            param_dtype=param_dtype if is_mixed else None,
-            reduce_dtype=torch.float32 if is_mixed else None,
+            param_dtype=None if param_dtype is torch.float32 else param_dtype,
+            reduce_dtype=torch.float32,  # the default has changed in torch 2.15
         )
         mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
         shard = partial(
