@@ -38,6 +38,8 @@ COMBINATIONS = [
 ]
 STAGES = {"off": 0, "stage1": 1, "stage2": 2, "stage3": 3, "auto": 3}  # auto: until it is set up
 
+# What `instantiate` raises: Hydra 1.3 its own exception, Hydra 1.4 the one of the class.
+REFUSED = (HydraException, ValueError, ModuleNotFoundError)
 
 # Groups that need an optional dependency.
 NEEDS = {
@@ -99,7 +101,7 @@ def test_every_file_has_a_description_and_composes_with_its_command(path):
 def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucket, overlap):
     config = composed(f"zero={zero}", f"bucket={bucket}", f"overlap={overlap}")
     if (zero, overlap) == ("off", "all"):
-        with pytest.raises(HydraException, match="overlap_step needs stage 1, 2 or 3"):
+        with pytest.raises(REFUSED, match="overlap_step needs stage 1, 2 or 3"):
             instantiate(config.trainer.strategy)
         return
     strategy = instantiate(config.trainer.strategy)
@@ -200,7 +202,7 @@ def test_without_a_logger_the_learning_rate_is_not_watched(in_job, word):
 
 def test_tensorboard_that_is_not_installed_is_named(in_job, monkeypatch):
     monkeypatch.setattr(loggers, "find_spec", lambda name: None)
-    with pytest.raises(HydraException, match=r"pip install \"lightning-zero\[tensorboard\]\""):
+    with pytest.raises(REFUSED, match=r"pip install \"lightning-zero\[tensorboard\]\""):
         make_trainer(in_job("logger=tensorboard", *ON_CPU))
 
 
@@ -480,7 +482,7 @@ def test_every_choice_of_sharding_builds_the_strategy(choice, size):
 
 
 def test_a_node_of_shards_is_refused_where_nothing_is_sharded():
-    with pytest.raises(HydraException, match="sharding_group_size needs stage 1, 2 or 3"):
+    with pytest.raises(REFUSED, match="sharding_group_size needs stage 1, 2 or 3"):
         instantiate(composed("zero=off", "sharding=node").trainer.strategy)
 
 

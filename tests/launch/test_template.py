@@ -50,7 +50,7 @@ def run(tmp_path):
 def test_the_template_composes_with_a_strategy(words):
     words = [*words, "paths.output_dir=run"]
     with initialize_config_dir(version_base="1.3", config_dir=str(PROJECT / "configs")):
-        config = compose("train", overrides=words).trainer
+        config = compose("train", overrides=list(words)).trainer
     strategy = instantiate(config, logger=False).strategy
     assert isinstance(strategy, ZeroStrategy)
     assert (strategy.config.stage, strategy.world_size) == (3, 2)
@@ -65,7 +65,7 @@ def test_groups_in_the_defaults_refuse_another_strategy_until_they_are_removed(t
 
     def strategy(*words):
         with initialize_config_dir(version_base="1.3", config_dir=str(tmp_path / "configs")):
-            return compose("train", overrides=words).trainer.strategy
+            return compose("train", overrides=list(words)).trainer.strategy
 
     assert strategy().stage == 3
     assert strategy("trainer=ddp", "~zero") == "ddp"
