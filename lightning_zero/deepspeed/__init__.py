@@ -1,20 +1,19 @@
 """DeepSpeed's formats: a configuration gives the same training here, a checkpoint is opened.
 
-Imports layout and tensors. `translate` turns a file (or a dict) into a `ZeroConfig`, arguments for
-the Trainer, and the optimizer and scheduler sections as data. A setting that would change the
-training and is not supported is a `ValueError`; a setting without effect is listed in
-`Translation.ignored`.
+Imports layout and tensors. `translate` turns a file (or a dict) into a `ZeroConfig` and arguments
+for the Trainer. A setting that would change the training and is not supported is a `ValueError`; a
+setting without effect is listed in `Translation.ignored`.
 
     translate   converts the file into settings of this package
-    optimizer   builds its optimizer and scheduler sections
+    optimizer   refuses its optimizer and scheduler sections, with the same lines in torch
     file        parses its sections; has a rule for every key of DeepSpeed
     checkpoint  opens checkpoint directories as full tensors by name
 
 Begin with `translate`.
 
 [Note: defaults] Where the file has no setting, settings that change the result follow DeepSpeed
-(stage 0, float32, a dynamic loss scale from 2**16 with a window of 1000, AdamW logic for "Adam");
-settings that change only the speed follow `ZeroConfig`. There are two exceptions:
+(stage 0, float32, a dynamic loss scale from 2**16 with a window of 1000); settings that change only
+the speed follow `ZeroConfig`. There are two exceptions:
 
 - Gradients are summed in float32 unless communication_data_type or grad_accum_dtype lowers it.
   DeepSpeed sums in the dtype of training.
@@ -23,7 +22,6 @@ settings that change only the speed follow `ZeroConfig`. There are two exception
   setting, and a warning is logged.
 """
 
-from lightning_zero.deepspeed.optimizer import build_optimizer, build_scheduler
 from lightning_zero.deepspeed.translate import Translation, translate
 
-__all__ = ["Translation", "build_optimizer", "build_scheduler", "translate"]
+__all__ = ["Translation", "translate"]

@@ -391,6 +391,4 @@ _KEYS: dict[str, dict[str, KeyRule]] = {
         **_each("pipeline pipeline_read pipeline_write", "reads, steps and writes always overlap"),
     },
     "offload_param": {**_OFFLOAD, **_each("buffer_size max_in_cpu")},
-    "optimizer": {**_each("type params"), "legacy_fusion": "it only chooses a kernel"},
-    "scheduler": _each("type params"),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_zero.deepspeed.file import STAGE3_PREFIX, Section, read
-from lightning_zero.deepspeed.optimizer import Parameters, build_optimizer, build_scheduler
+from lightning_zero.deepspeed.optimizer import refuse_optimizer
 from lightning_zero.layout.config import MAY_BE_ZERO, NEEDS, SIZES, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES, Stage
@@ -32,8 +32,8 @@ class Translation:
         batch_size_per_device: Samples of one micro-batch on one device, for the DataLoader. None:
             the file does not determine it, or only with a world size.
         grad_scaler_kwargs: Arguments of `torch.amp.GradScaler`; empty unless fp16 is on.
-        optimizer: Section as written, or None. See `configure_optimizers`.
-        scheduler: Section as written, or None.
+        train_batch_size: Samples of one optimizer step on all devices; None: not in the file.
+        autos: Settings that are "auto", and what to set in their place.
         ignored: Settings as written that have no effect, and the reasons.
         warnings: Sentences about actions of the user that the same training requires.
     """
@@ -42,42 +42,43 @@ class Translation:
     trainer_kwargs: dict[str, Any]
     batch_size_per_device: int | None = None
     grad_scaler_kwargs: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] | None = None
-    scheduler: dict[str, Any] | None = None
+    train_batch_size: int | None = None
+    autos: dict[str, str] = field(default_factory=dict)
     ignored: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
 
-    def configure_optimizers(
-        self, parameters: Parameters, *, total_num_steps: int | None = None
-    ) -> dict[str, Any]:
-        """The result for `LightningModule.configure_optimizers`, built from the file's sections.
+    def check_batch_size(self, world_size: int, num_micro_batches: int) -> None:
+        """Checks the batch sizes of the file against a run.
 
         Args:
-            parameters: Parameters or parameter groups, as for any torch optimizer.
-            total_num_steps: Number of optimizer steps of the run, for "auto" in the file
-                (`trainer.estimated_stepping_batches`).
+            world_size: Number of data-parallel ranks.
+            num_micro_batches: Micro-batches per optimizer step, of the Trainer.
 
         Raises:
-            ValueError: The file has no optimizer section, or it cannot be built.
+            ValueError: `train_batch_size` is not the product with the size of a micro-batch.
         """
-        if self.optimizer is None:
-            raise ValueError("the file has no optimizer section; build the optimizer yourself.")
-        optimizer = build_optimizer(self.optimizer, parameters)
-        if self.scheduler is None:
-            return {"optimizer": optimizer}
-        scheduler = build_scheduler(self.scheduler, optimizer, total_num_steps=total_num_steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        total, micro = self.train_batch_size, self.batch_size_per_device
+        if total is None:
+            return
+        quotient, rest = divmod(total, num_micro_batches * world_size)
+        if rest or quotient != (micro or quotient):
+            raise ValueError(
+                f"train_batch_size {total} of the DeepSpeed file must be batch size x "
+                f"accumulate_grad_batches x ranks, got {micro or '?'} x {num_micro_batches} x "
+                f"{world_size}; pass **strategy.trainer_kwargs to the Trainer, use another number "
+                "of ranks, or correct or remove train_batch_size."
+            )
 
     def message(self) -> str:
         """Text with all warnings and ignored settings, for one log entry; empty without any."""
         lines = list(self.warnings)
-        others = [k for k in self.ignored if not any(w.startswith(k) for w in self.warnings)]
-        if others:
-            lines.append("these settings have no effect here:")
-            lines += [f"  {setting}: {self.ignored[setting]}" for setting in others]
+        others = {k: v for k, v in self.ignored.items() if not any(w.startswith(k) for w in lines)}
+        for title, settings in (
+            ('"auto" is filled in by Hugging Face\'s Trainer only; set here:', self.autos),
+            ("these settings have no effect here:", others),
+        ):
+            lines += [title] if settings else []
+            lines += [f"  {setting}: {text}" for setting, text in settings.items()]
         return "\n".join(("DeepSpeed configuration:", *lines)) if lines else ""
 
 
@@ -88,18 +89,20 @@ def translate(
 
     Args:
         source: Path of a JSON file, or its content as a mapping. null and "auto" mean that a
-            setting has no value.
+            setting has no value; each "auto" is in `Translation.autos`.
         world_size: Number of data-parallel ranks, to check batch sizes. None: not known yet.
 
     Raises:
-        ValueError: A key is unknown, a value is out of range, batch sizes are inconsistent, or a
-            setting would change the training and is not supported.
+        ValueError: A key is unknown, a value is out of range, batch sizes are inconsistent, a
+            setting would change the training and is not supported, or there is an optimizer or a
+            scheduler section (the message has the lines of torch that replace them).
         TypeError: `source` is neither a path nor a mapping.
         OSError: The file cannot be read.
     """
     if world_size is not None and (type(world_size) is not int or world_size < 1):
         raise ValueError(f"world_size must be an integer of at least 1, got {world_size!r}.")
     file = read(source)
+    refuse_optimizer(file)
     file.note_ignored_keys()
     warnings: list[str] = []
     dtype, grad_scaler_kwargs = _precision(file)
@@ -124,23 +127,46 @@ def translate(
         "accumulate_grad_batches": steps,
         "gradient_clip_val": file.number("gradient_clipping") or None,  # 0 means no clipping
     }
-    optimizer, scheduler = file.section("optimizer"), file.section("scheduler")
-    optimizer.note_ignored_keys()
-    if optimizer.values or scheduler.values:
-        warnings.append(
-            "the optimizer and scheduler sections have an effect only if configure_optimizers "
-            "returns strategy.translation.configure_optimizers(self.parameters())."
-        )
     return Translation(
         config=config,
         trainer_kwargs={key: value for key, value in trainer_kwargs.items() if value is not None},
         batch_size_per_device=batch_size,
         grad_scaler_kwargs=grad_scaler_kwargs,
-        optimizer=optimizer.values or None,
-        scheduler=scheduler.values or None,
+        train_batch_size=file.integer("train_batch_size", minimum=1),
+        autos=_autos(file),
         ignored=file.ignored,
         warnings=tuple(warnings),
     )
+
+
+# -------------------------------------------------------------------- "auto"
+
+_LOADER = "batch_size of your DataLoader, in samples of one rank"
+_AUTO = {
+    "bf16": 'Trainer(precision="bf16-mixed")',
+    "fp16": 'Trainer(precision="16-mixed")',
+    "gradient_accumulation_steps": "Trainer(accumulate_grad_batches=...)",
+    "gradient_clipping": "Trainer(gradient_clip_val=...), their max_grad_norm, by default 1.0",
+    "train_batch_size": _LOADER,
+    "train_micro_batch_size_per_gpu": _LOADER,
+}
+
+
+def _autos(file: Section) -> dict[str, str]:
+    """Settings that are "auto", by their path in the file, and what to set in their place."""
+    autos: dict[str, str] = {}
+
+    def search(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            path = f"{prefix}{key}"
+            if isinstance(value, dict):
+                search(value, f"{path}.")
+            elif value == "auto":
+                argument = _AUTO.get(path.removesuffix(".enabled"))
+                autos[path] = argument or "nothing: the default of ZeroStrategy is used"
+
+    search(file.values, "")
+    return autos
 
 
 # -------------------------------------------------------------------- dtypes
@@ -177,7 +203,8 @@ def _precision(file: Section) -> tuple[torch.dtype, dict[str, Any]]:
                     "masters and optimizer states are float32; set it to false."
                 )
     if not enabled:
-        return torch.float32, {}
+        is_open = fp16.values.get("enabled") == "auto"
+        return torch.float32, _grad_scaler_kwargs(fp16) if is_open else {}
     enabled[0].note_ignored_keys()
     if enabled[0] is autocast:
         return _dtype(autocast, "dtype") or torch.bfloat16, {}
@@ -257,7 +284,7 @@ def _batch(
             f"train_batch_size {total} covers all devices and micro-batches: use a DataLoader with "
             f"batch_size = {total} / ({steps or 'accumulate_grad_batches'} x number of devices)."
         )
-    elif world_size is None and steps is None:
+    elif world_size is None and steps is None and not is_open:
         raise ValueError(
             f"gradient_accumulation_steps follows from train_batch_size {total}, "
             f"train_micro_batch_size_per_gpu {micro} and the world size, which is not known; "

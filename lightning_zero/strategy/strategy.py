@@ -20,7 +20,13 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_zero._lightning.fabric import CheckpointIO, ClusterEnvironment
-from lightning_zero._lightning.pytorch import Accelerator, Precision, SingleDeviceStrategy
+from lightning_zero._lightning.pytorch import (
+    Accelerator,
+    Precision,
+    SingleDeviceStrategy,
+    Trainer,
+    TrainerFn,
+)
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
@@ -242,7 +248,7 @@ class ZeroStrategy(CheckpointStrategy):
 
         Settings that belong to the Trainer are in `strategy.trainer_kwargs`:
         `Trainer(strategy=strategy, **strategy.trainer_kwargs)`. One warning lists the settings
-        without effect.
+        without effect, and for each "auto" what to set.
 
         Args:
             source: Path of a JSON file, or its content as a mapping.
@@ -251,8 +257,9 @@ class ZeroStrategy(CheckpointStrategy):
                 options that have no meaning there are dropped.
 
         Raises:
-            ValueError: The file has unknown keys, or settings that would change the training and
-                have no equivalent.
+            ValueError: The file has unknown keys, settings that would change the training and have
+                no equivalent, or an optimizer or scheduler section (with what to write instead);
+                or, at set-up, its batch sizes do not match the ranks and the Trainer.
         """
         translation = translate(source, world_size=world_size)
         message = translation.message()
@@ -274,6 +281,13 @@ class ZeroStrategy(CheckpointStrategy):
         _accept_compiled_modules()
 
     # ---------------------------------------------------------------- a run
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        if self.translation is not None and trainer.state.fn == TrainerFn.FITTING:
+            ranks = self.distributed_sampler_kwargs["num_replicas"]
+            self.translation.check_batch_size(ranks, trainer.accumulate_grad_batches)
+        super().setup(trainer)
 
     @override
     def _configure_launcher(self) -> None:

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
-from lightning_zero.deepspeed import Translation, build_optimizer, build_scheduler, translate
+from lightning_zero.deepspeed import Translation, translate
+from tests.support.fitting import make_trainer
+from tests.support.models import MLPModule
+from tests.support.ranks import run_ranks
 
 FROM_THE_DOCS = {
     "train_batch_size": 32,
@@ -25,8 +28,6 @@ FROM_THE_DOCS = {
 HUGGING_FACE = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2},
-    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
-    "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
     "zero_optimization": {
         "stage": 3,
         "reduce_bucket_size": "auto",
@@ -186,11 +187,24 @@ def test_a_file_means_what_it_means_to_deepspeed(
     assert translate(source, world_size=4) == translate(str(write(source)), world_size=4) == found
 
 
-def test_a_translation_shares_nothing_with_the_source():
-    source = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    found = translate(source)
-    source["optimizer"]["params"]["lr"] = 7
-    assert found.optimizer == {"type": "SGD", "params": {"lr": 0.1}}
+def test_every_auto_is_named_with_what_to_set(write):
+    found = translate(write(HUGGING_FACE))
+    message = found.message()
+    for line in (
+        'bf16.enabled: Trainer(precision="bf16-mixed")',
+        'fp16.enabled: Trainer(precision="16-mixed")',
+        "gradient_clipping: Trainer(gradient_clip_val=...)",
+        "gradient_accumulation_steps: Trainer(accumulate_grad_batches=...)",
+        "train_micro_batch_size_per_gpu: batch_size of your DataLoader",
+        "train_batch_size: batch_size of your DataLoader",
+        "zero_optimization.reduce_bucket_size: nothing: the default",
+    ):
+        assert f"  {line}" in message
+    assert len(found.autos) == json.dumps(HUGGING_FACE).count('"auto"')
+    # If it is to be 16-mixed, the scale grows as in the file.
+    assert found.grad_scaler_kwargs == {"init_scale": 2.0**16, "growth_interval": 1000}
+    assert translate({"bf16": "auto"}).autos == {"bf16": 'Trainer(precision="bf16-mixed")'}
+    assert '"auto"' not in translate(STAGE_2).message()
 
 
 # Offload.
@@ -425,6 +439,43 @@ def test_a_global_batch_size_without_world_size_warns_about_the_data_loader():
     assert "batch_size = 32 / (2 x number of devices)" in warning
 
 
+def fit_with(rank, world_size, file, **options):
+    """Loss at the end of a fit, or the error of the set-up."""
+    file = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0, **file}
+    strategy = ZeroStrategy.from_deepspeed(file, world_size=options.pop("planned", None))
+    options = {**strategy.trainer_kwargs, **options}
+    trainer = make_trainer("ddp", max_steps=1, strategy=strategy, **options)
+    try:
+        trainer.fit(MLPModule(ranks=world_size))
+    except ValueError as error:
+        return str(error)
+    return trainer.global_step
+
+
+FILE = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
+
+
+def fits_with(rank, world_size):
+    steps = {**FILE, "gradient_accumulation_steps": 2}
+    return [
+        fit_with(rank, world_size, steps),
+        fit_with(rank, world_size, steps, accumulate_grad_batches=1),
+        fit_with(rank, world_size, FILE, planned=4),
+        fit_with(rank, world_size, {"train_batch_size": 7}),
+        fit_with(rank, world_size, {**FILE, "gradient_accumulation_steps": "auto"}),
+    ]
+
+
+def test_batch_sizes_that_do_not_match_the_ranks_are_an_error_at_set_up():
+    for right, forgotten, other_ranks, odd, auto in run_ranks(2, fits_with, has_group=False):
+        assert right == 1
+        for error, got in ((forgotten, "4 x 1 x 2"), (other_ranks, "4 x 1 x 2"), (auto, "4 x 1")):
+            assert "train_batch_size 16 of the DeepSpeed file must be batch size x" in error
+            assert f"got {got}" in error
+        assert "train_batch_size 7" in odd
+        assert "got ? x 1 x 2; pass **strategy.trainer_kwargs" in odd
+
+
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True])
 def test_a_world_size_is_an_integer(world_size):
     with pytest.raises(ValueError, match="world_size"):
@@ -630,11 +681,6 @@ def test_the_error_about_a_key_names_that_deepspeed_has_removed_it(source):
         translate(source)
 
 
-def test_one_bit_optimizers_are_refused_as_in_deepspeed():
-    with pytest.raises(ValueError, match="removed 1-bit optimizers"):
-        build_optimizer({"type": "OneBitAdam", "params": {"lr": 0.1}}, [])
-
-
 def test_groups_of_mics_are_sharding_groups_in_stage_3():
     assert translate(zero(stage=3, mics_shard_size=8)).config.sharding_group_size == 8
     assert translate(zero(stage=3, mics_shard_size=-1)).config.sharding_group_size is None
@@ -662,163 +708,5 @@ def test_a_file_that_is_not_json_is_named(write):
 
 def test_a_translation_needs_settings_and_arguments_of_the_trainer_alone():
     made = Translation(ZeroConfig(stage=2), {"precision": "bf16-mixed"})
-    assert (made.optimizer, made.scheduler, made.batch_size_per_device) == (None, None, None)
+    assert made.batch_size_per_device is None
     assert made.message() == ""
-
-
-# The optimizer section.
-
-
-@pytest.fixture
-def parameters():
-    torch.manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(3)) for _ in range(2)]
-
-
-@pytest.mark.parametrize(
-    ("section", "reference"),
-    [
-        ({"type": "Adam"}, lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.0)),
-        (
-            {"type": "Adam", "params": {"lr": 0.1, "weight_decay": 0.2, "adam_w_mode": False}},
-            lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2),
-        ),
-        (
-            {"type": "adamw", "params": {"lr": 0.1, "betas": [0.8, 0.9], "adam_w_mode": False}},
-            lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9), weight_decay=0.0),
-        ),
-        (
-            {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True, "eps": "auto"}},
-            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.01),
-        ),
-        (
-            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-        ),
-        ({"type": "Adagrad", "params": {"lr": 0.1}}, lambda p: torch.optim.Adagrad(p, lr=0.1)),
-    ],
-)
-def test_the_optimizer_steps_as_deepspeeds_would(parameters, section, reference):
-    mirror = [torch.nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-    optimizers = build_optimizer(section, parameters), reference(mirror)
-    assert type(optimizers[0]) is type(optimizers[1])
-    for _ in range(3):
-        for parameter, other in zip(parameters, mirror, strict=True):
-            parameter.grad = other.grad = torch.sin(parameter.detach())
-        for optimizer in optimizers:
-            optimizer.step()
-    for parameter, other in zip(parameters, mirror, strict=True):
-        assert torch.equal(parameter, other)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"type": "Lamb"}, "Lamb is not supported: expected Adam"),
-        ({"type": "OneBitAdam"}, "OneBitAdam is not supported"),
-        ({"type": "Muon"}, "Muon is not supported"),
-        ({"type": "Optimizer"}, "Optimizer is not supported"),
-        ({"params": {}}, "optimizer.type must be a name"),
-        ({"type": "Adam", "parms": {}}, "did you mean optimizer.params"),
-        ({"type": "Adam", "params": {"lr": "auto"}}, "only Hugging Face replaces"),
-        ({"type": "Adam", "params": {"learning_rate": 1}}, "learning_rate is not"),
-        ({"type": "Adam", "params": {"bias_correction": False}}, "bias_correction must be true"),
-        ({"type": "Adam", "params": {"amsgrad": True}}, "amsgrad must be false"),
-        ({"type": "SGD", "params": {"lr": 1, "max_grad_norm": 1}}, "set gradient_clipping"),
-    ],
-)
-def test_an_optimizer_that_torch_lacks_is_refused(parameters, section, message):
-    with pytest.raises(ValueError, match=message):
-        build_optimizer(section, parameters)
-
-
-# The scheduler section. DeepSpeed counts from -1: the first two steps of a warm-up use its
-# minimum.
-
-
-def rates(section, num_steps, lr=0.5, **kwargs):
-    """Learning rates that the optimizer uses, by step."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
-    scheduler = build_scheduler(section, optimizer, **kwargs)
-    seen = []
-    for _ in range(num_steps):
-        seen.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return seen
-
-
-LINEAR = {"warmup_num_steps": 4, "warmup_type": "linear"}
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "expected"),
-    [
-        ("WarmupLR", {**LINEAR, "warmup_max_lr": 0.4}, [0, 0, 0.1, 0.2, 0.3, 0.4, 0.4]),
-        ("WarmupLR", {**LINEAR, "warmup_max_lr": "auto"}, [0, 0, 0.125, 0.25, 0.375, 0.5, 0.5]),
-        (
-            "WarmupLR",
-            {"warmup_num_steps": 4, "warmup_min_lr": 0.1, "warmup_max_lr": 0.2},
-            [0.1, 0.1, 0.15, 0.1 + 0.1 * math.log(3, 4), 0.2, 0.2],
-        ),
-        (
-            "WarmupDecayLR",
-            {**LINEAR, "warmup_max_lr": 0.4, "total_num_steps": 8},
-            [0, 0, 0.1, 0.2, 0.3, 0.4, 0.3, 0.2, 0.1, 0, 0],
-        ),
-        (
-            "WarmupCosineLR",
-            {**LINEAR, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1, "total_num_steps": 6},
-            [0, 0.1, 0.2, 0.3, 0.4, 0.275, 0.05, 0.05],
-        ),
-    ],
-)
-def test_each_step_has_deepspeeds_learning_rate(name, params, expected):
-    found = rates({"type": name, "params": params}, len(expected))
-    assert found == pytest.approx(expected, abs=1e-12)
-
-
-def test_the_length_of_a_schedule_may_come_from_the_trainer():
-    params = {**LINEAR, "warmup_max_lr": 0.4, "total_num_steps": "auto"}
-    section = {"type": "WarmupDecayLR", "params": params}
-    assert rates(section, 10, total_num_steps=8)[-1] == 0
-    with pytest.raises(ValueError, match="total_num_steps has no value"):
-        rates(section, 1)
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"type": "ReduceOnPlateau"}, "ReduceOnPlateau is not supported: expected WarmupLR"),
-        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, "mean scheduler.params.warmup_num"),
-        (
-            {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-            "warmup_num_steps has no value",
-        ),
-        ({"type": "WarmupLR", "params": {"warmup_type": "cubic"}}, '"log" or "linear"'),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": 0}}, "must be above 0"),
-        ({"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}, "each of the 1 groups"),
-        ({"type": "OneCycle", "params": {"cycle_max_lr": 1}}, "OneCycle is not supported"),
-        ({"type": "LRRangeTest"}, "build it with torch.optim.lr_scheduler"),
-        ({"type": "WarmupLR", "params": {"last_batch_iteration": 5}}, "last_batch_iteration"),
-    ],
-)
-def test_a_schedule_that_cannot_be_the_same_is_refused(section, message):
-    with pytest.raises(ValueError, match=message):
-        rates(section, 1)
-
-
-def test_configure_optimizers_steps_the_schedule_after_every_step(parameters):
-    found = translate(
-        {
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.3}},
-            "scheduler": {"type": "WarmupLR", "params": {**LINEAR}},
-        }
-    )
-    assert "configure_optimizers" in found.message()
-    configured = found.configure_optimizers(parameters)
-    assert type(configured["optimizer"]) is torch.optim.AdamW
-    assert configured["lr_scheduler"]["interval"] == "step"
-    assert configured["lr_scheduler"]["scheduler"].base_lrs == [0.3]
-    with pytest.raises(ValueError, match="no optimizer section"):
-        translate({}).configure_optimizers(parameters)
