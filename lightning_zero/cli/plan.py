@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "ranks_per_node": machine.ranks_per_node,
         "micro_batches": num_micro_batches,
         "on_cpu": not machine.has_device_memory,
+        "link_is_assumed": machine.rates.link == Rates().link,
         "data_parallel_bytes": data_parallel_bytes(named, optimizers),
         "full_checkpoint_bytes": full_checkpoint_bytes(named, optimizers),
     }
@@ -405,6 +406,8 @@ def _hydra(args: argparse.Namespace) -> Source:
         for part in ("model", "trainer"):
             if part not in config:
                 raise ValueError(f"{args.config_name} in {folder} has no `{part}`; it is required.")
+        if args.device_memory is not None and not args.on_cpu:
+            _choose_gpu(config.trainer)
         module = _build("model", lambda: instantiate(config.model))
         settings, base = _trainer_settings(config), _strategy_settings(config)
     except (HydraException, OmegaConfBaseException) as error:
@@ -416,6 +419,13 @@ def _hydra(args: argparse.Namespace) -> Source:
     if step is not None and not args.input:
         title += f", batch {batch} x {context} tokens"
     return Source(title, module, step, base, settings)
+
+
+def _choose_gpu(trainer: DictConfig) -> None:
+    """Makes an accelerator that this machine would choose a GPU, on which `precision` depends."""
+    plain: Any = OmegaConf.to_container(trainer, resolve=False)
+    if str(plain.get("accelerator")).startswith(("auto", "${zero.accelerator")):
+        trainer.accelerator = "cuda"
 
 
 def _on_tokens(module: nn.Module, batch: int | None, context: int | None) -> Step | None:

@@ -1,8 +1,8 @@
 """Result of `lightning-zero plan`: a table with a verdict, a plot, and values for JSON.
 
-The plot shows each choice as it would be trained: with activation checkpointing if it fits only
-with that. Choices with equal device memory share a bar, whose height grows with their number; the
-columns of numbers show how they differ.
+The bars of the plot show each choice as it would be trained: with activation checkpointing if it
+fits only with that. Choices with equal device memory share a bar, whose height grows with their
+number; the columns of numbers show how they differ.
 """
 
 from __future__ import annotations
@@ -182,7 +182,18 @@ def _head(summary: Mapping[str, Any], machine: Machine) -> Iterator[str]:
         for nbytes, where in bounds
     ).replace("and,", "and")
     nodes = machine.num_ranks // machine.ranks_per_node
-    yield f"{machine.num_ranks} ranks on {nodes} node(s) with {limits}"
+    assumed = ", which is assumed" if summary["link_is_assumed"] else ""
+    yield (
+        f"{machine.num_ranks} ranks on {nodes} node(s) with {limits}; "
+        f"{machine.rates.link / 1e9:g} GB/s between ranks{assumed}"
+    )
+    if machine.has_device_memory and machine.device_bytes is not None:
+        sold, rest = divmod(machine.device_bytes, 10**9)
+        if not rest:
+            yield (
+                f"{sold} GB are {format_bytes(machine.device_bytes)}; a GPU that is sold with "
+                f"{sold} GB has almost {sold} GiB: an H100 with 80 GB has 79.6 GiB"
+            )
     yield f"DDP needs {format_bytes(summary['data_parallel_bytes'])} of model states per device"
 
 
@@ -215,7 +226,10 @@ def _worth_reading(rows: Sequence[Row], best: Any) -> list[Row]:
 
 
 def _table(rows: Sequence[Row], best: Any) -> str:
-    """Table of choices as they would be trained (`Row.chosen`), without columns of zeros."""
+    """Table of choices, without columns of zeros.
+
+    All columns but `with recompute` are without additional activation checkpointing.
+    """
     (unit, size), (time_unit, per_second) = _byte_unit(rows), _time_unit(rows)
 
     def short(number: float, digits: int = 3) -> str:
@@ -234,14 +248,19 @@ def _table(rows: Sequence[Row], best: Any) -> str:
             return "recompute"
         return f"no: {'+'.join(row.chosen.missing_bytes)}".replace(" memory", "")
 
+    def recompute(row: Row) -> str:
+        return "" if row.checkpointed is None else _in_unit(row.checkpointed.device_bytes, size)
+
     names = {"host_bytes": f"CPU\n{unit}", "disk_bytes": f"disk\n{unit}"}
-    used = [name for name in names if any(getattr(row.chosen, name) for row in rows)]
+    used = [name for name in names if any(getattr(row.plain, name) for row in rows)]
+    has_recompute = any(row.checkpointed is not None for row in rows)
     header = [
         "",
         "zero=",
         "offload=",
         f"states\n{unit}",
         f"peak\n{unit}",
+        *([f"with\nrecompute\n{unit}"] if has_recompute else []),
         *(names[name] for name in used),
         f"sent\n{unit}",
         f"transfers\n{time_unit}",
@@ -252,11 +271,12 @@ def _table(rows: Sequence[Row], best: Any) -> str:
             "*" if best is not None and best["choice"] == row.plain.choice.name else "",
             row.plain.choice.zero,
             row.plain.choice.offload.replace(_NVME_WITH_GRADIENTS, "nvme+gradients"),
-            _in_unit(row.chosen.rank_memory.tier_bytes(Tier.DEVICE), size),
-            _in_unit(row.chosen.device_bytes, size),
-            *(_in_unit(getattr(row.chosen, name), size) for name in used),
-            _in_unit(row.chosen.traffic.wire, size),
-            times(row.chosen),
+            _in_unit(row.plain.rank_memory.tier_bytes(Tier.DEVICE), size),
+            _in_unit(row.plain.device_bytes, size),
+            *([recompute(row)] if has_recompute else []),
+            *(_in_unit(getattr(row.plain, name), size) for name in used),
+            _in_unit(row.plain.traffic.wire, size),
+            times(row.plain),
             fits(row),
         ]
         for row in rows
@@ -287,8 +307,10 @@ def _assumptions(
     all_rates = (rates.link, rates.cpu_link, rates.nvme, rates.memory)
     link, cpu_link, disk, memory = (rate / 1e9 for rate in all_rates)
     yield (
-        "States and peak are per device, at the optimizer step and during a step. CPU memory and "
-        "disk are per node. Sent bytes go from a rank to other ranks, in a step."
+        "States and peak are per device, at the optimizer step and during a step; the peak with "
+        "recompute is that with activation checkpointing of the repeated blocks, the other columns "
+        "are without it. CPU memory and disk are per node. Sent bytes go from a rank to other "
+        "ranks, in a step."
     )
     yield (
         f"Transfers and optimizer steps on the CPU take from the first time, if all overlap, to "
@@ -374,10 +396,10 @@ _COLOURS = {
 }
 _WINNER = "#DCEFE3"
 _MAX_RATIO = 3.0  # of the longest bar and the limit; beyond it, bars are truncated
-_WITHOUT = "without\nckpt."
+_RECOMPUTE = "with\nrecompute"
 _COLUMNS = {  # attribute with the bytes, and memory that may be too small
     "peak": ("device_bytes", "device memory"),
-    _WITHOUT: ("device_bytes", "device memory"),
+    _RECOMPUTE: ("device_bytes", "device memory"),
     "CPU": ("host_bytes", "host memory"),
     "disk": ("disk_bytes", "disk"),
 }
@@ -495,9 +517,9 @@ def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[st
     header = f"{name}\n{unit[0]}"
     axes.text(x, -0.6, header, color=INK, weight="bold", va="bottom", **where)
     for place, row in enumerate(rows):
-        if name == _WITHOUT and row.chosen is row.plain:
+        shown = row.checkpointed if name == _RECOMPUTE else row.plain
+        if shown is None:
             continue
-        shown = row.plain if name == _WITHOUT else row.chosen
         nbytes = getattr(shown, attribute)
         text = _in_unit(nbytes, unit[1]) if nbytes else "-"
         colour = ALARM if lacking in shown.missing_bytes else INK

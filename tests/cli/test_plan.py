@@ -328,6 +328,71 @@ def test_the_text_is_a_table_of_80_columns_and_two_lines_to_paste(capsys):
     assert config.devices == made.world_size == 2
 
 
+def numbers_of(text):
+    """Cells of the rows of the table, by stage and offload."""
+    rows = [line.lstrip("*").split() for line in text.splitlines()]
+    return {tuple(row[:2]): row[2:] for row in rows if row and re.match("off|stage\\d", row[0])}
+
+
+def test_the_limit_changes_no_number_of_a_row(capsys):
+    seen = []
+    for limit in ("30MiB", "60MiB", None):
+        status = main(["plan", *SMALL, "--batch", "64", "--all", *limited(limit)])
+        assert status == 0
+        seen.append(numbers_of(capsys.readouterr().out))
+    verdicts = [{row.pop() for row in rows.values()} for rows in seen]
+    assert "recompute" in verdicts[0]
+    assert verdicts[1:] == [{"yes"}, {"yes"}]
+    assert seen[0] == seen[1] == seen[2]
+    for row in seen[0].values():
+        assert float(row[2]) < float(row[1])  # with recompute, and the peak without
+
+
+def limited(limit):
+    return [] if limit is None else ["--device-memory", limit]
+
+
+def test_the_heading_has_the_rate_between_ranks_and_the_memory_of_a_card(capsys):
+    def heading(*more):
+        assert main(["plan", *SMALL, *more]) == 0
+        return " ".join(capsys.readouterr().out.partition("zero=")[0].split())
+
+    of_card = heading("--device-memory", "80GB")
+    assert "74.51 GiB per device" in of_card
+    assert "25 GB/s between ranks, which is assumed" in of_card
+    assert "80 GB are 74.51 GiB; a GPU that is sold with 80 GB has almost 80 GiB" in of_card
+    given = heading("--device-memory", "79GiB", "--link-gb-per-s", "50")
+    assert "50 GB/s between ranks DDP needs" in given
+    assert "is sold" not in given
+
+
+def test_with_a_limit_of_device_memory_auto_is_the_precision_of_a_gpu(tmp_path, capsys):
+    """On a machine without a GPU, too."""
+
+    def precision(trainer, *more):
+        text = "model: {_target_: torch.nn.Linear, in_features: 8, out_features: 8}\ntrainer: "
+        (tmp_path / "own.yaml").write_text(text + trainer)
+        own = ["--config-dir", str(tmp_path), "--config-name", "own", "--ranks", "2"]
+        return plan(capsys, *own, *more)["precision"]
+
+    auto = "{{accelerator: {}, precision: '${{zero.precision:${{.accelerator}}}}'}}"
+    gpu = ["--device-memory", "80GiB"]
+    for accelerator in ("auto", "'${zero.accelerator:}'", "cuda"):
+        assert precision(auto.format(accelerator), *gpu) == "bf16-mixed"
+    assert precision(auto.format("cpu"), *gpu) == "32-true"
+    assert precision(auto.format("auto"), "--on-cpu") == (
+        "bf16-mixed" if torch.cuda.is_available() else "32-true"
+    )
+
+
+@pytest.mark.slow
+def test_the_sample_of_the_guide_is_the_output(capsys):
+    page = (ROOT / "docs/guides/planner.md").read_text()
+    command, sample = re.findall(r"```(?:bash|text)\n(.*?)```", page, flags=re.DOTALL)[:2]
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out == sample
+
+
 def test_all_choices_and_assumptions_are_printed_on_demand(capsys):
     more = ["--device-memory", "1GiB", "--memory-gb-per-s", "0.001", "--all"]
     assert main(["plan", *SMALL, *more]) == 0
