@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, shows traces of steps, inspects and exports checkpoints, and "
-        "measures disks and links.",
+        description="Plans jobs, shows traces of steps and results of sweeps, inspects and exports "
+        "checkpoints, and measures disks and links.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)

@@ -34,6 +34,7 @@ def add_commands(subparsers: _Subparsers) -> None:
         _add_inspect,
         _add_io_bench,
         _add_plan,
+        _add_sweep,
         _add_trace,
     ):
         add(subparsers)
@@ -327,7 +328,21 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--rates", type=Path, metavar="FILE", help="rates written by comm-bench and io-bench")
 
 
-# -------------------------------------------------------------------- trace
+# -------------------------------------------------------------------- sweep and trace
+
+
+def _add_sweep(subparsers: _Subparsers) -> None:
+    add = subparsers.add_parser(
+        "sweep",
+        help="print a line for each job of a sweep",
+        description="Prints overrides, stage, memory, throughput and a metric of every job in a "
+        "directory, from the reports of the callback ZeroMonitor. The exit status is 1 if a job "
+        "has no report.",
+        allow_abbrev=False,
+    ).add_argument
+    add("directory", metavar="DIR", type=Path, help="directory of the sweep")
+    metric = "metric to show (default: optimized_metric of the Hydra configuration)"
+    add("--metric", metavar="NAME", help=metric)
 
 
 def _add_trace(subparsers: _Subparsers) -> None:

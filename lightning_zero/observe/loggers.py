@@ -138,9 +138,10 @@ class WandbPanels:
             "GB/s",
         ]
         rows = [
-            [one.kind, one.in_flight_s, one.overlapped_s, one.exposed_s, one.gib, one.gb_per_s]
-            for one in transfers
+            [of.kind, of.in_flight_s, of.overlapped_s, of.exposed_s, of.gib, of.gb_per_s]
+            for of in transfers
         ]
+        rows = [[None if cell != cell else cell for cell in row] for row in rows]  # NaN: unknown
         communication = Table(columns=columns, data=rows)
         panels = {"zero_memory/by_rank": _bars(memory), "zero_comm/kinds": communication}
         self._logger.log_metrics(panels, step=step)

@@ -14,16 +14,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import STEP_OUTPUT, WandbLogger
+from lightning_zero._lightning.pytorch import __version__ as lightning_version
 from lightning_zero.checkpoint.remote import is_remote
+from lightning_zero.engine.consistency import describe_software
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.loggers import WandbPanels
@@ -231,7 +235,7 @@ class ZeroMonitor(SavingCallback):
         self._log(trainer, fit.last())
         if not self.has_report:
             return
-        report = fit.report()
+        report = fit.report(trainer)
         if not trainer.is_global_zero:
             return
         timelines: list[Path] = []
@@ -392,23 +396,57 @@ class FitMonitor:
         self.pause()
         return self._gather(self.windows.take())
 
-    def report(self) -> JobReport:
+    def report(self, trainer: pl.Trainer) -> JobReport:
         """Report of the fit; memory is empty except on rank 0. Collective: every rank."""
-        counts = self._engine.comm.control.gather_floats(self.throughput.warm)
+        engine = self._engine
+        peak = float(allocated_and_peak_bytes(engine.device)[1])
+        by_rank = engine.comm.control.gather_floats([*self.throughput.warm, peak])
         means = {key: value / self._num_recorded for key, value in self._sums.items()}
         return JobReport(
-            world_size=self._engine.comm.size,
+            description=self._description(trainer),
+            metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
+            peak_bytes=[rank[-1] for rank in by_rank],
+            world_size=engine.comm.size,
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy, self._at_step),
-            speed=Speed.from_counts(counts, self._peak_flops),
+            speed=Speed.from_counts([rank[:-1] for rank in by_rank], self._peak_flops),
             num_recorded=self._num_recorded,
-            step_s=means.get("zero_time/step_s", 0.0),
-            waited_s=means.get("zero_wait/total_s", 0.0),
-            skew_s=means.get(SKEW, 0.0),
+            step_s=means.get("zero_time/step_s", math.nan),
+            waited_s=means.get("zero_wait/total_s", math.nan),
+            skew_s=means.get(SKEW, math.nan),
             straggler=next(iter(self._stragglers.most_common(1)), None),
             transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
-            is_on_cpu=self._engine.device.type == "cpu",
+            is_on_cpu=engine.device.type == "cpu",
         )
+
+    def _description(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """What ran, on what, with which versions, and when it ended."""
+        engine = self._engine
+        numels = {True: 0, False: 0}
+        for bucket in engine.plan.buckets:
+            numels[bucket.is_trainable] += sum(slot.numel for slot in bucket.layout.slots)
+        device = engine.device
+        on_cuda = device.type == "cuda"
+        tiers = {"parameter_tiers": "param", "optimizer_tiers": "optim"}
+        return {
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "stage": engine.config.stage,
+            **{
+                key: sorted({getattr(bucket.tiers, name).value for bucket in engine.plan.buckets})
+                for key, name in tiers.items()
+            },
+            "precision": str(trainer.precision),
+            "model": type(trainer.lightning_module).__name__,
+            "parameters": sum(numels.values()),
+            "trainable_parameters": numels[True],
+            "device": torch.cuda.get_device_name(device) if on_cuda else device.type,
+            "num_nodes": trainer.num_nodes,
+            "versions": {
+                **describe_software(),
+                "Lightning": lightning_version,
+                "CUDA": torch.version.cuda,
+            },
+        }
 
     def _gather(self, window: Window | None) -> RecordedStep | None:
         if window is None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -147,7 +148,10 @@ def memory_table(reports: Sequence[MemoryReport], num_steps: int) -> str:
 
 @dataclass(frozen=True)
 class TransferStats:
-    """One kind of communication or transfer in a step; means over ranks and steps."""
+    """One kind of communication or transfer in a step; means over ranks and steps.
+
+    NaN: not measured.
+    """
 
     kind: str
     in_flight_s: float  # seconds in which at least one was in flight
@@ -157,22 +161,29 @@ class TransferStats:
 
     @classmethod
     def from_means(cls, kind: Kind, means: Mapping[str, float]) -> TransferStats:
-        """Statistics from the means of a step by metric; 0 where there is no metric."""
+        """Statistics from the means of a step by metric; NaN where there is no metric."""
         ends = ("_s", "_overlapped_s", "_exposed_s", "_gib")
         name = "optimizer" if kind is Kind.STEP else kind.value
         parts = ("comm", "tier", "time")  # the metrics of a kind are in one of these
         keys = ([f"zero_{part}/{name}{end}" for part in parts] for end in ends)
-        return cls(name, *(sum(means.get(key, 0.0) for key in of_end) for of_end in keys))
+        return cls(name, *(_first(means, of_end) for of_end in keys))
 
     @property
     def gb_per_s(self) -> float:
-        return self.gib * _GIB / 1e9 / self.in_flight_s if self.in_flight_s else 0.0
+        return self.gib * _GIB / 1e9 / self.in_flight_s if self.in_flight_s else math.nan
+
+
+def _first(means: Mapping[str, float], keys: Iterable[str]) -> float:
+    return next((means[key] for key in keys if key in means), math.nan)
 
 
 @dataclass(frozen=True)
 class JobReport:
-    """Result of a fit."""
+    """Result of a fit. NaN: not measured; null in the file."""
 
+    description: Mapping[str, Any]  # stage, model, device, versions, date
+    metrics: Mapping[str, float]  # of the module, last values
+    peak_bytes: Sequence[float]  # by rank, see `allocated_and_peak_bytes`
     world_size: int
     num_steps: int  # optimizer steps, including those before a resumption
     memory: Sequence[MemoryReport]  # by rank, before the last recorded step
@@ -243,30 +254,38 @@ class JobReport:
 
     def _row(self, transfer: TransferStats) -> list[str]:
         cells = [transfer.kind, *self._time(transfer.overlapped_s), *self._time(transfer.exposed_s)]
-        if not transfer.gib:
+        if not transfer.gib > 0:
             return [*cells, "", ""]
         bound = ">= " if self.is_on_cpu and transfer.kind in _COLLECTIVES else ""
         return [*cells, f"{transfer.gib * 1024:.2f}", f"{bound}{transfer.gb_per_s:.3g}"]
 
     def _time(self, seconds: float) -> list[str]:
+        if math.isnan(seconds):
+            return ["", ""]
         return [f"{seconds * 1e3:.2f}", f"{seconds / self.step_s:.1%}"]
 
     def write(self, folder: Path) -> list[Path]:
         """Writes `report.json` and `memory.json` into `folder`; returns their paths."""
-        # JSON has no NaN.
-        speed = {k: None if math.isnan(value) else value for k, value in vars(self.speed).items()}
+        values = {**vars(self)}
+        description, ranks = values.pop("description"), values.pop("memory")
         transfers = {
             transfer.kind: {**vars(transfer), "gb_per_s": transfer.gb_per_s}
             for transfer in self.transfers
         }
-        report = {**vars(self), "speed": speed, "transfers": transfers}
+        states = {
+            "largest_rank_bytes": max((rank.total_bytes for rank in ranks), default=None),
+            "data_parallel_bytes": ranks[0].data_parallel_bytes if ranks else None,
+            "peak_bytes": max(self.peak_bytes, default=None),
+        }
+        values |= {"speed": vars(self.speed), "transfers": transfers, "memory": states}
+        report = _without_nan({**description, **values})
         memory = [
             {
                 **vars(rank),
                 "tiers": {tier: _by_name(states) for tier, states in rank.tiers.items()},
                 "data_parallel": _by_name(rank.data_parallel),
             }
-            for rank in report.pop("memory")
+            for rank in ranks
         ]
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / "report.json", folder / "memory.json"]
@@ -279,6 +298,15 @@ _COLLECTIVES = {
     kind.value for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE, Kind.ALL_TO_ALL)
 }
 _HEADER = ["per step", "overlapped ms", "of step", "exposed ms", "of step", "MiB", "GB/s"]
+
+
+def _without_nan(value: Any) -> Any:
+    """The value with None in place of NaN and infinity, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _by_name(states: Mapping[State, int]) -> dict[str, int]:

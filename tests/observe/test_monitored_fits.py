@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import re
 import time
 import warnings
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
@@ -80,12 +83,14 @@ def watch(name, spec, module, monitor, logger=True, extra=(), **options):
     )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         trainer.fit(module)
+    report = Path(name, "zero", "report.json")
     return {
         "printed": printed.getvalue(),
         "rows": rows(name),
         "numel": watcher.numel,
         "optimizer_bytes": watcher.memory.tiers["device"],
         "written_bytes": watcher.memory.nvme_written_bytes - watcher.written_before,
+        "report": json.loads(report.read_text()) if report.exists() else None,
         "files": sorted(str(p.relative_to(name)) for p in Path(name).rglob("*") if p.is_file()),
     }
 
@@ -241,6 +246,25 @@ def test_the_end_of_a_job_prints_memory_throughput_communication_and_files(watch
     assert f"stage{stage}/zero/report.json" in printed
     assert {"metrics.csv", "zero/report.json", "zero/memory.json"} <= set(case["files"])
     assert _watched()[1][f"stage {stage}"]["printed"] == ""
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_the_report_has_what_is_needed_to_compare_runs(watched, stage):
+    report = watched[f"stage {stage}"]["report"]
+    assert (report["stage"], report["world_size"], report["num_nodes"]) == (stage, RANKS, 1)
+    assert report["model"] == "SlowModule"
+    assert report["device"] == "cpu"
+    assert report["optimizer_tiers"] == report["parameter_tiers"] == ["device"]
+    module = GPTModule(ranks=RANKS)
+    assert report["parameters"] == sum(parameter.numel() for parameter in module.parameters())
+    assert report["versions"]["torch"] == torch.__version__
+    assert {"lightning_zero", "Lightning", "Python"} <= set(report["versions"])
+    assert datetime.now(timezone.utc) - datetime.fromisoformat(report["date"]) < timedelta(hours=1)
+    nbytes = sum(watched[f"stage {stage}"]["optimizer_bytes"].values())
+    assert report["memory"]["largest_rank_bytes"] >= nbytes
+    assert report["memory"]["peak_bytes"] > 0
+    assert report["metrics"]["rising"] == 1.5
+    assert report["transfers"]["agree"]["gib"] is None  # a few bytes, which are not counted
 
 
 def test_micro_batches_make_one_window_which_an_evaluation_drops(watched):

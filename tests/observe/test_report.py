@@ -10,6 +10,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.metrics import Speed
 from lightning_zero.observe.report import JobReport, TransferStats
+from lightning_zero.record.spans import Kind
 
 GIB = 1024**3
 STATES = {State.PARAM: GIB, State.GRAD: 2 * GIB, State.OPTIM: 3 * GIB}
@@ -21,6 +22,9 @@ def report(**changes):
         TransferStats("agree", 0.0, 0.0, 0.001, 0.0),
     ]
     fields = {
+        "description": {"stage": 3, "versions": {"torch": "2.13"}},
+        "metrics": {"val/loss": 0.5, "val/accuracy": math.nan},
+        "peak_bytes": [4.0 * GIB, 5.0 * GIB],
         "world_size": 2,
         "num_steps": 11,
         "memory": [MemoryReport(rank, 2, {"device": STATES}, STATES) for rank in range(2)],
@@ -99,3 +103,25 @@ def test_the_report_is_written_as_json(tmp_path):
         "gradients": 2 * GIB,
         "optimizer": 3 * GIB,
     }
+
+
+def test_what_was_not_measured_is_null_in_the_report(tmp_path):
+    unknown = {"step_s": math.nan, "waited_s": math.nan, "skew_s": math.nan, "straggler": None}
+    kinds = [TransferStats.from_means(kind, {}) for kind in (Kind.ALL_GATHER, Kind.AGREE)]
+    made = report(num_recorded=0, transfers=kinds, **unknown)
+    written = json.loads(made.write(tmp_path)[0].read_text())
+    assert {written[name] for name in unknown} == {None}
+    assert set(written["transfers"]["all_gather"].values()) == {"all_gather", None}
+    assert written["metrics"] == {"val/loss": 0.5, "val/accuracy": None}
+    assert written["stage"] == 3
+    assert written["memory"] == {
+        "largest_rank_bytes": 6 * GIB, "data_parallel_bytes": 6 * GIB, "peak_bytes": 5 * GIB
+    }  # fmt: skip
+    alone = TransferStats.from_means(Kind.AGREE, {"zero_comm/agree_exposed_s": 0.001})
+    assert (alone.exposed_s, math.isnan(alone.gib), math.isnan(alone.gb_per_s)) == (
+        0.001,
+        True,
+        True,
+    )
+    rows = [" ".join(line.split()) for line in report(transfers=[alone]).text().splitlines()]
+    assert "agree 1.00 1.0%" in rows
