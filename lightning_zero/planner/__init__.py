@@ -26,6 +26,7 @@ from lightning_zero.planner.estimates import (
     estimate,
     make_memory_estimator,
 )
+from lightning_zero.planner.memory import MemoryEstimator
 from lightning_zero.planner.optimizers import (
     OPTIMIZER_NAMES,
     data_parallel_bytes,
@@ -45,6 +46,7 @@ __all__ = [
     "Estimate",
     "Job",
     "Machine",
+    "MemoryEstimator",
     "Rates",
     "Traffic",
     "all_choices",

@@ -83,7 +83,7 @@ def run(arguments, folder):
         arguments, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 def test_every_command_is_run_by_ci_or_by_a_test():
@@ -205,6 +205,8 @@ def test_the_script_of_the_quickstart_trains_on_two_ranks(tmp_path):
     (tmp_path / "regression.py").write_text(script)
     printed = run([sys.executable, "regression.py"], tmp_path)
     assert "rank 1" in printed
+    (line,) = re.findall(r"^zero3: .+$", PAGES["docs/quickstart.md"], flags=re.MULTILINE)
+    assert f"{line}\n" in printed
     saved = torch.load(tmp_path / "regression.ckpt")
     assert saved["state_dict"]["net.4.weight"].shape == (1, 64)
 
