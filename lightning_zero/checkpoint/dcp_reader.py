@@ -292,8 +292,9 @@ def open_sharded(
 ) -> dict[str, Any]:
     """Opens a directory as the dict of a Lightning checkpoint; its tensors are not yet read.
 
-    Reads the checkpoints of `ZeroStrategy` and Lightning's `ModelParallelStrategy`, a plain state
-    dict, and a state dict under "model" with the optimizer's under "optimizer" or "optim".
+    Reads the checkpoints of `ZeroStrategy` and of Lightning's `ModelParallelStrategy` and
+    `FSDPStrategy`, a plain state dict, and a state dict under "model" with the optimizer's under
+    "optimizer" or "optim".
 
     Args:
         folder: The directory.
@@ -368,19 +369,18 @@ def _merged(tree: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightning(tree: dict[str, Any]) -> dict[str, Any]:
-    if isinstance(tree.get("state_dict"), dict):
-        checkpoint = dict(tree)
-        states: list[dict[str, Any]] = []
-        while f"optimizer_{len(states)}" in checkpoint:
-            states.append(checkpoint.pop(f"optimizer_{len(states)}"))
-    elif isinstance(tree.get("model"), dict):
-        checkpoint = dict(tree)
+    checkpoint = dict(tree)
+    if isinstance(tree.get("model"), dict) and "state_dict" not in tree:
         checkpoint["state_dict"] = checkpoint.pop("model")
         # Some writers flatten the optimizer's state; it stays under its own name.
         named = [key for key in ("optimizer", "optim") if _is_optimizer_state(checkpoint.get(key))]
         states = [checkpoint.pop(key) for key in named]
+    elif isinstance(tree.get("state_dict"), dict):
+        states = []
     else:
         return {"state_dict": tree}
+    while _is_optimizer_state(checkpoint.get(f"optimizer_{len(states)}")):
+        states.append(checkpoint.pop(f"optimizer_{len(states)}"))
     for state in states:
         # A checkpoint from before the first step has no "state".
         entries = state["state"] = unflatten_composites(state.get("state", {}))

@@ -8,11 +8,11 @@ the base's as the one that it wraps, and Fabric compares that one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
@@ -42,6 +42,7 @@ from lightning_zero.fabric.precision import autocast_dtype, checked_precision
 from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import WaitLimits, ZeroConfig
+from lightning_zero.layout.foreign_options import unknown_option_error
 from lightning_zero.strategy.announce import announce, states_with_ddp
 from lightning_zero.strategy.processes import Processes, StartMethod
 from lightning_zero.strategy.saving import (
@@ -118,10 +119,10 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 f'stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}; "auto" needs the Trainer.'
             )
         if unknown := sorted(settings.keys() - _SETTINGS.keys()):
-            near = get_close_matches(unknown[0], _SETTINGS, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            hint = " It needs the Trainer." if unknown[0] in _TRAINERS_SETTINGS else hint
-            raise TypeError(f"{unknown[0]} is no setting of ZeroStrategy with Fabric.{hint}")
+            if unknown[0] in _TRAINERS_SETTINGS:
+                raise TypeError(f"{unknown[0]} is no option with Fabric: it needs the Trainer.")
+            own = inspect.signature(type(self)).parameters.keys() - {"settings"}
+            raise unknown_option_error("ZeroStrategy with Fabric", unknown[0], own | set(_SETTINGS))
         check_checkpoint_type(checkpoint)
         of_objects = {
             "checkpoint": checkpoint,

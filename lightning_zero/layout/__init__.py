@@ -8,6 +8,7 @@
     keep_float32  parameters that keep float32 in 16-bit training
     names       names of parameters and modules, in state dicts and in settings
     foreign_names  checks of names that come from a checkpoint
+    foreign_options  errors for unknown options, such as those of other strategies
     sizes       numbers with units
     units       modules whose parameters are unsharded together
     plan        a module divided into units and buckets

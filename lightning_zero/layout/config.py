@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from lightning_zero.layout.foreign_options import explain_unknown_options
 from lightning_zero.layout.keep_float32 import AUTOCAST
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.sizes import as_integer
@@ -106,6 +107,7 @@ NEEDS = {
 }
 
 
+@explain_unknown_options
 @dataclass(frozen=True)
 class ZeroConfig:
     """Settings of the engine, for all optimizers and parameters of a module.

@@ -6,6 +6,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     settings          arguments: their checks, the choice of stage "auto". Wrong settings are errors
                       before any process group; a model that does not fit into memory is an error
                       in set-up
+    announce          the line at set-up: stage, ranks, and memory of the model states
     engine_strategy   the engine of a run: set-up, closures, gradients, failure, teardown, and the
                       module after a fit
     checkpointing     Lightning's calls that save and load checkpoints

@@ -30,6 +30,7 @@ from lightning_zero._lightning.pytorch import (
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import Modules, WaitLimits
+from lightning_zero.layout.foreign_options import explain_unknown_options
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES
 from lightning_zero.strategy.checkpointing import CheckpointStrategy
@@ -42,6 +43,7 @@ from lightning_zero.strategy.settings import Settings
 __all__ = ["ZeroStrategy"]
 
 
+@explain_unknown_options
 class ZeroStrategy(CheckpointStrategy):
     """ZeRO stages 1-3 for any LightningModule.
 
@@ -169,7 +171,7 @@ class ZeroStrategy(CheckpointStrategy):
 
     Raises:
         ValueError: An option is out of range, or has no meaning in this stage.
-        TypeError: An option has the wrong type.
+        TypeError: An option is unknown, or has the wrong type.
     """
 
     strategy_name = "zero"

@@ -10,6 +10,8 @@ import re
 
 import pytest
 import yaml
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import lightning_zero
 import lightning_zero.callbacks
@@ -155,3 +157,11 @@ def test_every_message_of_the_page_of_errors_is_one_of_the_package():
     for message in re.findall(r"`([^`]+)`", " ".join(of_package)):
         for part in message.split("..."):
             assert part in source, message
+
+
+def test_every_argument_of_fsdp_is_in_its_migration_page():
+    others = [FSDPStrategy, FullyShardedDataParallel, ModelParallelStrategy, fully_shard]
+    names = {name for other in others for name in inspect.signature(other).parameters}
+    page = PAGES["docs/migration/fsdp.md"]
+    missing = {n for n in names - {"module", "kwargs"} if not re.search(rf"`(\w+\()?{n}\b", page)}
+    assert missing == set()
