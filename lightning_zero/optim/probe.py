@@ -302,9 +302,15 @@ class _Dependence:
         return _values(self._traced, number)
 
     def _is_of_elements(self, number: int, value: Any) -> bool:
-        """Whether each element of `value` depends only on the element at the same index."""
+        """Whether each element of `value` depends only on the element at the same index.
+
+        False for a vector of another length, such as a step counter of shape (1,), because a slice
+        may have that length, too.
+        """
         tensor = self._tensors[number]
         for part in plain_tensors(value):
+            if part is value and part.dim() and part.numel() != tensor.numel():
+                return False
             labels = self._flow.labels_of(part)
             if labels is None or not united(labels):
                 continue

@@ -309,24 +309,27 @@ def _unsharded_states(
 
 
 class _ElementwiseKeys:
-    """Keys of the states that are elementwise, for 0-dim parameters.
+    """Keys of the states that are elementwise, for parameters with one element.
 
-    A step counter and a moment of a 0-dim parameter have the same shape. The states of other
+    A step counter and a moment of such a parameter may have the same shape. The states of other
     parameters decide, given as `entries` of (shape of the parameter, state); without such states, a
-    probe decides.
+    probe decides. The entries may be sliced in place afterwards.
     """
 
     def __init__(
         self, optimizer: Optimizer, entries: Sequence[tuple[torch.Size, Mapping[str, Any]]]
     ) -> None:
         self._optimizer = optimizer
-        self._entries = [(shape, entry) for shape, entry in entries if shape]
+        self._is_elementwise: dict[str, bool] = {}  # by key
+        for shape, entry in entries:
+            for key, value in entry.items():
+                if shape.numel() != 1 and isinstance(value, Tensor):
+                    is_shaped = self._is_elementwise.get(key, True) and value.shape == shape
+                    self._is_elementwise[key] = is_shaped
 
     def __contains__(self, key: str) -> bool:
-        for shape, entry in self._entries:
-            if isinstance(value := entry.get(key), Tensor):
-                return value.shape == shape
-        return key in self._probed_keys
+        known = self._is_elementwise.get(key)
+        return key in self._probed_keys if known is None else known
 
     @cached_property
     def _probed_keys(self) -> set[str]:
@@ -337,7 +340,7 @@ class _ElementwiseKeys:
 def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _ElementwiseKeys) -> bool:
     if not isinstance(value, Tensor) or is_composite(value) or value.shape != shape:
         return False
-    return bool(shape) or key in keys
+    return shape.numel() != 1 or key in keys
 
 
 def is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
