@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ class _CheckpointedForward:
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _restored(self._statistics)
+        return nullcontext(), _Restored(self._statistics)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
@@ -174,13 +174,17 @@ def _without_cache(value: Any) -> Any:
     return None if is_cache else value
 
 
-@contextmanager
-def _restored(buffers: Sequence[Tensor]) -> Iterator[None]:
-    """Restores the values of `buffers` at the end."""
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
+class _Restored(AbstractContextManager[None]):
+    """Restores the values of `buffers` at its end. Each backward through a graph enters it."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        self._before: list[list[Tensor]] = []  # of each entry that has not ended
+
+    def __enter__(self) -> None:
+        self._before.append([buffer.clone() for buffer in self._buffers])
+
+    def __exit__(self, *error: object) -> None:
         with torch.no_grad():
-            for buffer, values in zip(buffers, before, strict=True):
+            for buffer, values in zip(self._buffers, self._before.pop(), strict=True):
                 buffer.copy_(values)

@@ -10,6 +10,7 @@ from inspect import signature
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed, outermost
@@ -119,6 +120,57 @@ def test_lists_stand_for_their_members_and_nothing_for_none():
     many = [f"layers.{i}.experts.{j}" for i in range(100) for j in range(60)]
     assert outermost([*many, "layers.7"])[-1] == "layers.7"
     assert len(outermost([*many, "layers.7"])) == len(many) - 60 + 1
+
+
+class NormBlock(nn.Module):
+    """A layer with running statistics, and one that runs under a checkpoint of its own."""
+
+    def __init__(self, is_reentrant):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.is_reentrant = is_reentrant
+
+    def forward(self, x):
+        x = self.norm(self.up(x)).tanh()
+        if self.is_reentrant is None:
+            return self.down(x)
+        return checkpoint(self.down, x, use_reentrant=self.is_reentrant)
+
+
+def _two_backwards(again, stage, is_reentrant, how):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 4), *(NormBlock(is_reentrant) for _ in range(3)))
+    wanted = [NormBlock] if again else False
+    config = ZeroConfig(stage=stage, activation_checkpointing=wanted)
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+    for _ in range(2):
+        x = torch.randn(8, 4, requires_grad=True)
+        loss = net(x).square().mean()
+        if how == "twice":
+            engine.backward(0.3 * loss, retain_graph=True)
+        elif how == "grad":
+            (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        elif how == "penalty":
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            loss = loss + grad.square().sum()
+        engine.backward(0.7 * loss)
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    return [p.detach() for p in net.parameters()], [b.clone() for b in net.buffers()]
+
+
+def _compare_two_backwards(rank, world_size, stage):
+    for is_reentrant, how in [(None, "twice"), (None, "grad"), (None, "penalty"), (False, "twice")]:
+        expected = _two_backwards(False, stage, is_reentrant, how)
+        found = _two_backwards(True, stage, is_reentrant, how)
+        for ours, reference in zip(found, expected, strict=True):
+            assert all(map(torch.equal, ours, reference)), (is_reentrant, how)
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_blocks_with_running_statistics_run_again_in_every_backward_of_a_graph(stage):
+    run_ranks(2, _compare_two_backwards, stage)
 
 
 def test_running_statistics_are_updated_once():
