@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+import yaml  # required by Lightning
 
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.observe.tables import table
@@ -67,13 +67,13 @@ def _hydra(job: Path, name: str) -> Any:
     """File `name` of Hydra for the job; None: it was not started by Hydra."""
     for folder in (job, *job.parents):
         if (path := folder / ".hydra" / name).is_file():
-            return OmegaConf.load(path)
+            return yaml.safe_load(path.read_text())
     return None
 
 
 def _optimized_metric(jobs: Sequence[Path]) -> str | None:
     config = _hydra(jobs[0], "config.yaml")
-    return None if config is None else config.get("optimized_metric")
+    return config.get("optimized_metric") if isinstance(config, dict) else None
 
 
 def _overrides(job: Path) -> str:

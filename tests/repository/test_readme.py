@@ -155,6 +155,11 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
     torch.save(state, "checkpoints/last.ckpt")
     for recording in made_ranks(2):
         write_recording(tmp_path / "outputs" / "my-run" / "zero", recording)
+    report = (
+        tmp_path / "outputs" / "train" / "multiruns" / "DATE_TIME" / "0" / "zero" / "report.json"
+    )
+    report.parent.mkdir(parents=True)
+    report.write_text('{"stage": 3}')
     assert main(shlex.split("export checkpoints/last.ckpt sharded-checkpoint --format dcp")) == 0
     for command in CLI:
         # The model of the page is planned in tests/cli/test_plan.py.
