@@ -138,8 +138,8 @@ class WandbPanels:
             "GB/s",
         ]
         rows = [
-            [of.kind, of.in_flight_s, of.overlapped_s, of.exposed_s, of.gib, of.gb_per_s]
-            for of in transfers
+            [kind.kind, kind.in_flight_s, kind.overlapped_s, kind.exposed_s, kind.gib, kind.gb_per_s]
+            for kind in transfers
         ]
         rows = [[None if cell != cell else cell for cell in row] for row in rows]  # NaN: unknown
         communication = Table(columns=columns, data=rows)
