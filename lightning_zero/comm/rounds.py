@@ -14,7 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
-from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError
+from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError, is_user_frame
 from lightning_zero.health.together import PeerFailedError
 
 __all__ = ["Request", "RequestKind", "RoundClient", "Tally", "Vote"]
@@ -256,7 +256,7 @@ class RoundClient:
         sender = most % size if writes_differ else caller
         text = state.last_write if writes_differ else state.current_call
         received = self._receive_text(text.encode()[:_MAX_TEXT_BYTES] if rank == sender else b"")
-        return f"rank {sender} {received}; not every rank did. " if received else ""
+        return f"rank {sender} {received}" if received else ""
 
     def _flags_error(self, flags: bytes) -> Exception:
         """Names the first parameter whose `requires_grad` differs by rank."""
@@ -285,34 +285,25 @@ def _are_desynchronized(tally: Tally) -> bool:
 
 
 def _desync_text(name: str, action: str = "") -> str:
+    """Text of the error of this rank, which reached `name`: what happened, the cure, the rest."""
+    if action:
+        happened = f"{action}; not every rank did: this rank reached {name}."
+    else:
+        happened = f"this rank reached {name}, and another rank reached a different call."
     return (
-        f"this rank reached {name}, and another rank reached a different call. {action}"
-        "One rank has fewer or more batches, runs an additional forward or backward, has caught an "
-        "exception, steps other parameters, reads parameters, or makes other calls "
-        "(trainer.log_dir, self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of "
-        "sharded gradients, p.grad = None, p.data = values). Give all ranks the same number of "
-        "batches, as Lightning's own sampler does, and make the same calls in the same order on "
-        f"all ranks, not under `if rank == 0`.\n{DESYNC_HINT}"
+        f"{happened}\n{DESYNC_HINT}\n"
+        "Otherwise one rank has fewer or more batches, runs an additional forward or backward, has "
+        "caught an exception, steps other parameters, or makes other calls (trainer.log_dir, "
+        "self.all_gather, self.log(..., sync_dist=True), p.grad.norm() of sharded gradients, "
+        "p.grad = None, p.data = values). Give all ranks the same number of batches, as "
+        "Lightning's own sampler does, and make the same calls in the same order on all ranks, not "
+        "under `if rank == 0`."
     )
-
-
-# Packages whose lines are not the user's.
-_SKIPPED_PACKAGES = {
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "copy",
-    "contextlib",
-}
-_SKIPPED_PACKAGES |= {__name__.partition(".")[0]}
 
 
 def _called_from() -> str:
     """The innermost line of the user's code on the stack, as file:line."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
-            break
+    while frame.f_back is not None and not is_user_frame(frame):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"

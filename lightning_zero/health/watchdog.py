@@ -246,7 +246,9 @@ class Watchdog:
         if is_transport_error(error):
             self.wait_for_failure()
         failure = self.failure
-        if failure is not None and failure.rank != self._rank and failure.text not in str(error):
+        if failure is None or failure.rank == self._rank or error is self._own_error:
+            return
+        if failure.text not in str(error):
             print_now(failure.explain_to(self._rank))
 
     def wait_for_failure(self, seconds: float = _CONFIRM_S) -> None:

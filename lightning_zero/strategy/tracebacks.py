@@ -1,4 +1,4 @@
-"""One traceback for ranks that fail in the same way, instead of one for each rank."""
+"""Short tracebacks: one for ranks that fail in the same way, and the user's frames alone."""
 
 from __future__ import annotations
 
@@ -11,27 +11,49 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from lightning_zero.health.failures import DesynchronizedError, is_user_frame
 from lightning_zero.health.watchdog import Watchdog
 
 __all__ = ["shorten_traceback"]
+
+_MAX_FRAMES = 4
 
 
 def shorten_traceback(error: BaseException, watchdog: Watchdog, rank: int) -> None:
     """Makes this rank print `error` as one line if another rank prints the same traceback. Local.
 
     Same are the frames, the type and the text, in which the rank itself may have another number.
-    The first rank that fails so prints its traceback. Only what Python prints at the end of the
-    script changes: `error` can be caught as before.
+    The first rank that fails so prints its traceback: of an error about other ranks, the text and
+    then the frames of the user's code. Only what Python prints at the end of the script changes:
+    `error` can be caught as before.
     """
     if not isinstance(error, Exception):
         return
     first = watchdog.first_with(f"traceback/{_digest(error, rank)}")
-    if first is None or first == rank:
+    if first is not None and first != rank:
+        text = f"{_text(error).splitlines()[0]} (the traceback is that of rank {first})"
+    elif isinstance(error, DesynchronizedError):
+        text = f"{_text(error)}\n{_user_frames(error)}".rstrip()
+    else:
         return
+    text = "".join(f"[rank{rank}]: {line}\n" for line in text.splitlines())
     # Until `ProcessSnapshot.restore` of package `launch`, if another job of this process follows.
-    sys.excepthook = _OneLine(sys.excepthook, error, f"[rank{rank}]", first)
+    sys.excepthook = _Printer(sys.excepthook, error, text)
     if "hydra" in sys.modules:  # Hydra prints a traceback itself, without the hook, unless this
         os.environ["HYDRA_FULL_ERROR"] = "1"
+
+
+def _text(error: Exception) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()
+
+
+def _user_frames(error: Exception) -> str:
+    """The lines of the user's code in the traceback of `error`; empty if it has none."""
+    frames = [(f, line) for f, line in traceback.walk_tb(error.__traceback__) if is_user_frame(f)]
+    if not frames:
+        return ""
+    lines = traceback.StackSummary.extract(iter(frames[-_MAX_FRAMES:])).format()
+    return "Lines of your code, most recent call last:\n" + "".join(lines)
 
 
 def _digest(error: Exception, rank: int) -> str:
@@ -43,23 +65,18 @@ def _digest(error: Exception, rank: int) -> str:
     return hashlib.sha256(repr((frames, type(error), text)).encode()).hexdigest()
 
 
-class _OneLine:
-    """An exception hook: prints `error` without its traceback, and others with `before`."""
+class _Printer:
+    """An exception hook: prints `text` for `error`, and other exceptions with `before`."""
 
-    def __init__(
-        self, before: Callable[..., Any], error: Exception, title: str, first: int
-    ) -> None:
+    def __init__(self, before: Callable[..., Any], error: Exception, text: str) -> None:
         self._before = before
         self._error = error
-        self._title = title
-        self._first = first
+        self._text = text
 
     def __call__(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
         if value is self._error:
-            text = "".join(traceback.format_exception_only(value)).strip()
-            where = f"the traceback is that of rank {self._first}"
-            print(f"{self._title}: {text} ({where})", file=sys.stderr)
+            print(self._text, end="", file=sys.stderr, flush=True)
         else:
             self._before(kind, value, trace)

@@ -300,3 +300,47 @@ def test_ranks_that_fail_in_the_same_way_print_one_traceback(fault_server, tmp_p
     assert printed.count("Traceback") == count, printed
     assert printed.count("ArithmeticError: number") == 2  # one line for each rank
     assert printed.count("the traceback is that of rank") == 2 - count
+
+
+_READING = """
+import sys
+import lightning_zero
+from tests.support.fitting import make_trainer
+from tests.support.models import MLPModule
+
+class Module(MLPModule):
+    def on_train_batch_end(self, *args):
+        if self.global_rank == 0:
+            print(next(self.parameters())[0])  # alone
+
+if __name__ == "__main__":
+    make_trainer("zero3", devices=2).fit(Module(ranks=2))
+"""
+
+
+def test_a_read_on_rank_0_alone_prints_the_call_the_cure_and_the_lines_of_the_user(
+    fault_server, tmp_path
+):
+    script = tmp_path / "reading.py"
+    script.write_text(_READING)
+    (number,) = [n for n, line in enumerate(_READING.splitlines(), 1) if "# alone" in line]
+    status, printed = fault_server.run_script([script], tmp_path, num_started=1)
+    assert status == 1
+    for rank in range(2):
+        lines = [
+            x.removeprefix(f"[rank{rank}]: ")
+            for x in printed.splitlines()
+            if x.startswith(f"[rank{rank}]: ")
+        ]
+        first, cure, *rest = lines
+        assert "DesynchronizedError: rank 0 reached p.data.__getitem__() of " in first
+        assert f", {script}:{number}; not every rank did" in first
+        assert cure.startswith(
+            "To read parameters on some ranks only, enter `with lightning_zero.g"
+        )
+        files = [line for line in rest if line.strip().startswith("File ")]
+        assert all(str(script) in line or "/tests/support/" in line for line in files), files
+    assert f'File "{script}", line {number}, in on_train_batch_end' in printed
+    assert len([line for line in printed.splitlines() if line.startswith("[rank")]) <= 30
+    assert "Traceback" not in printed
+    assert "stops because" not in printed

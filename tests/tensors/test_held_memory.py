@@ -265,7 +265,10 @@ def _set_on_one_rank(rank, world_size, is_undone):
 def test_data_that_one_rank_sets_alone_is_an_error_unless_it_is_set_back():
     first, second = run_ranks(2, _set_on_one_rank, True)
     assert all(torch.equal(value, second[name]) for name, value in first.items())
-    with pytest.raises(RankError, match=r"another rank reached a different call.*p\.data = values"):
+    with pytest.raises(
+        RankError,
+        match=r"(another rank reached a different call|not every rank did)[\s\S]*p\.data = values",
+    ):
         run_ranks(2, _set_on_one_rank, False)
 
 
