@@ -66,6 +66,7 @@ from lightning_zero.core.writes import HeldViews, UserWrites
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import guard, set_plain_data
+from lightning_zero.tensors.live import LiveTensors
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tiers.grad_offload import GradQueue, OffloadedGrad
 
@@ -91,6 +92,7 @@ class BucketResources:
     comm: Communicator
     queue: GradQueue  # of gradient transfers to CPU memory and files
     worker: StepWorker  # the thread that may step buckets
+    live: LiveTensors  # sharded tensors of the engine that are alive
 
 
 class Bucket:
@@ -177,7 +179,14 @@ class Bucket:
         self.shards = shards = Shards(plan, buffer, storage, self.comm)
         self.replicates_optim, self.owned = shards.replicates_optim, shards.owned
         self.shard_specs = [
-            ShardSpec(slot, plan.layout, self.comm, self._worker.drain)
+            ShardSpec(
+                slot,
+                plan.layout,
+                self.comm,
+                self._worker.drain,
+                shared.live,
+                shared.live.add_parameter(),
+            )
             for slot in plan.layout.slots
         ]
         self.offloaded_grad: OffloadedGrad | None = None

@@ -4,6 +4,7 @@
     beginning     how it begins: checks, the comparison between ranks, groups, plan and storage
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
+    held          sharded tensors that users hold when the engine closes
     offloaded     what is moved to CPU memory while generation needs the device
     counting      bytes held, for `memory_report`
     fingerprints  fingerprints of what several ranks hold, compared between them

@@ -42,6 +42,7 @@ from lightning_zero.engine.beginning import (
     plan_together,
 )
 from lightning_zero.engine.counting import count_memory
+from lightning_zero.engine.held import lose_held, unshard_held
 from lightning_zero.engine.offloaded import as_states, device_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, check_and_probe
 from lightning_zero.health.watchdog import Watchdog
@@ -57,6 +58,7 @@ from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.lazy import values_reader
+from lightning_zero.tensors.live import LiveTensors
 from lightning_zero.tensors.meta import clear_pending_values, pending_values
 from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.storage import Storage
@@ -98,6 +100,7 @@ class Engine:
         lockstep: Support for loops in which ranks use the module a different number of times.
         optimizers: Attached optimizers, in the order in which they were attached.
         average_buckets: Buckets of averages of the weights; see `Shadow`.
+        live_tensors: Sharded tensors of this engine that are alive.
         worker: Thread that steps buckets during the next forward.
         recorder: Recorder of spans and bytes, one window at a time; off at first.
 
@@ -140,6 +143,7 @@ class Engine:
         self._is_ready = False  # `coordinator` and `lockstep` exist
         self._is_closed = False
         self.average_buckets: list[Bucket] = []
+        self.live_tensors = LiveTensors()
         look = self._check_and_probe
         self.comm, given = open_together(
             module, optimizers, config, device=device, open_comm=open_comm, look=look
@@ -179,7 +183,7 @@ class Engine:
         units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
         plans = self.plan.buckets
         unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
-        shared = BucketResources(self.comm, GradQueue(self.storage), self.worker)
+        shared = BucketResources(self.comm, GradQueue(self.storage), self.worker, self.live_tensors)
         built: dict[int, Bucket] = {}
         named = parameters_by_name(self.module)
         for index, filled in materialize(self.module, plans, self.device, self.comm):
@@ -523,6 +527,7 @@ class Engine:
         self._end_checkpointing()
         self._hooks.detach()
         self.coordinator.mark_lost()
+        lose_held(self.live_tensors, "a rank failed, and its elements are gone")
         self.worker.close()
         self.storage.close()
         self.comm.close()
@@ -535,6 +540,8 @@ class Engine:
         keep_parameters: bool = True,
     ) -> None:
         """Unwraps the module: full tensors, no hooks. Collective. Closing twice is harmless.
+
+        Sharded tensors that the user holds on every rank become plain full ones, too.
 
         Args:
             device: Device for parameters and optimizer states. None: their current one.
@@ -570,6 +577,10 @@ class Engine:
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
+        if target is None:
+            lose_held(self.live_tensors, "the parameters were dropped as well")
+        else:
+            unshard_held(self.live_tensors, self.comm, target)
         self.storage.close()
         if not keep_optimizer_shards:
             self.comm.close()

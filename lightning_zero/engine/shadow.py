@@ -78,7 +78,7 @@ class Shadow:
                 tiers=BucketTiers(param=_tier(bucket, device)),
             ),
             [named[slot.name] for slot in plan.layout.slots],
-            BucketResources(bucket.comm, queue, self._engine.worker),
+            BucketResources(bucket.comm, queue, self._engine.worker, self._engine.live_tensors),
             grad_dtype=dtype,
         )
         BucketAccess(copy, self._engine.lockstep, _raise_sharded).install()

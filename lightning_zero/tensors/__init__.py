@@ -8,6 +8,7 @@
     shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter
     operators   which operators of torch are elementwise
+    live        sharded tensors that are alive, and their end with their engine
     reductions  sums, extremes and norms over the shards of all ranks
     full_view   gathered values of a sharded tensor, to be read and written
     composite   tensors made of tensors, such as quantized states

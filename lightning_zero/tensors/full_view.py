@@ -51,10 +51,10 @@ class _Source:
     def check(self) -> None:
         if self.origin.version != self.version:
             raise RuntimeError(
-                f"these values of {self.origin.title} are outdated: an optimizer step or a write "
-                "has changed it since they were gathered. Gather them again, or copy the values "
-                "that you want to keep before the change: values.clone(), or "
-                "copy.deepcopy(module.state_dict())."
+                f"these values of {self.origin.title} are outdated: since they were gathered, an "
+                "optimizer step or a write has changed it, or its engine was closed. Gather them "
+                "again, or copy the values that you want to keep before the change: "
+                "values.clone(), or copy.deepcopy(module.state_dict())."
             )
 
     def write_back(self) -> None:

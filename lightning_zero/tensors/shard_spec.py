@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero.layout.flat import FlatLayout, Slot
 from lightning_zero.layout.mesh import Mesh
+from lightning_zero.tensors.live import LiveTensors
 
 __all__ = ["DetachableShard", "InMemoryShard", "LocalShard", "ShardSpec"]
 
@@ -48,12 +49,16 @@ class ShardSpec:
         comm: Communicator of the ranks that have a shard.
         drain: Waits for a worker thread that steps parameters; called before an all-gather,
             because the all-gathers of those steps come first on all ranks.
+        live: Sharded tensors of the engine that are alive.
+        number: Number of the parameter among these.
     """
 
     slot: Slot
     layout: FlatLayout
     comm: ShardComm
     drain: Callable[[], object]
+    live: LiveTensors
+    number: int
 
     @property
     def owned(self) -> range:

@@ -23,6 +23,7 @@ for example their norm, raises an error, instead of training without that term.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from lightning_zero.tensors.full_view import FullTensorView, is_writing, without_gradient
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
+from lightning_zero.tensors.live import EndedShard
 from lightning_zero.tensors.operators import FOREACH, is_elementwise_operator
 from lightning_zero.tensors.reductions import REDUCTIONS, norms, sum_of_bits
 from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardComm, ShardSpec
@@ -111,12 +113,12 @@ class ShardedTensor(Tensor):
             is_tracked: See `ShardedTensor`.
         """
         size = torch.Size(spec.slot.shape if shape is None else shape)
-        sharded = Tensor._make_wrapper_subclass(
-            ShardedTensor, size, dtype=like.dtype, device=like.device
-        )
+        dtype, device = like.dtype, like.device
+        sharded = Tensor._make_wrapper_subclass(ShardedTensor, size, dtype=dtype, device=device)
         assert isinstance(sharded, ShardedTensor)
         sharded.spec, sharded.role, sharded.is_tracked = spec, role, is_tracked
         sharded._shard = shard
+        spec.live.add(spec.number, sharded, f"{size} {dtype}")
         return sharded
 
     @property
@@ -142,6 +144,18 @@ class ShardedTensor(Tensor):
         """Whether the local elements are those of `shard`, as in tensors created from it."""
         return self._shard is shard
 
+    @property
+    def shard(self) -> LocalShard:
+        """Access to this rank's elements; the same object in tensors that share their memory."""
+        return self._shard
+
+    def end(self, reason: str) -> None:
+        """Makes every use of this tensor an error: its engine is closed. Local.
+
+        `reason`: why it did not become a full tensor; see `EndedShard`.
+        """
+        self._shard = EndedShard(self.title, reason)
+
     def full_tensor(self) -> Tensor:
         """All elements, a new plain tensor. Collective: every rank."""
         return self._gather("full_tensor")
@@ -155,33 +169,17 @@ class ShardedTensor(Tensor):
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
         self._shard.check_memory(self.call_of(name), num_bytes)
-        return FullTensorView.of(self._gather(name).to(dtype or self.dtype), self)
+        values = self._gather(name).to(dtype or self.dtype)
+        return FullTensorView.of(values, _Origin(self._shard, self.spec, self.title))
 
     def _gather(self, name: str) -> Tensor:
         local, call = self.local, self.call_of(name)
         self.comm.announce(call)
         return self.spec.all_gather(local, call).to(local.device).view(self.shape)
 
-    # Implements `ShardedOrigin`:
-
     @property
     def title(self) -> str:
         return f"{self.role} of parameter {self.spec.slot.name}"
-
-    @property
-    def version(self) -> int:
-        return self._shard.version
-
-    def write_back(self, values: Tensor) -> None:
-        new = _narrow(values, values.shape, self.spec)
-
-        def write(own: Tensor) -> None:
-            here = new.to(own.device)
-            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
-            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
-
-        with torch.no_grad():
-            self.change(write)
 
     def call_of(self, name: str) -> str:
         """Describes a call of method `name` for errors and reports of long waits."""
@@ -358,6 +356,32 @@ def _track(value: Any, error: Exception) -> Any:
 
 
 # ---------------------------------------------------------------- full values
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Implements `ShardedOrigin`, for the views of one sharded tensor."""
+
+    shard: LocalShard
+    spec: ShardSpec
+    title: str
+
+    @property
+    def version(self) -> int:
+        # The engine's end ends its views; they would not see the writes that follow.
+        return -1 if self.spec.live.has_ended else self.shard.version
+
+    def write_back(self, values: Tensor) -> None:
+        new = _narrow(values, values.shape, self.spec)
+
+        def write(own: Tensor) -> None:
+            here = new.to(own.device)
+            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
+            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
+
+        with torch.no_grad():
+            self.shard.change(write)
+
 
 # Functions with which torch reads the memory; a shard has none of the full shape.
 _FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}
