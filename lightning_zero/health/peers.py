@@ -258,10 +258,12 @@ class ScriptEnds:
 
     Attributes:
         by_rank: Clauses without a subject, such as "raised ValueError: no data".
+        found_at: `time.monotonic()` when this rank learned of the end, by rank.
     """
 
     def __init__(self) -> None:
         self.by_rank: dict[int, str] = {}
+        self.found_at: dict[int, float] = {}
         self._log = StoreLog("lightning_zero/exits")
 
     def append(self, store: Any, rank: int, end: str) -> None:
@@ -277,6 +279,7 @@ class ScriptEnds:
         end = self.by_rank.get(rank)
         if end is None or (end == REACHED_END and how not in (None, describe_exit(0))):
             end = self.by_rank[rank] = how or "has died"
+        self.found_at.setdefault(rank, time.monotonic())
         return end
 
     def _take(self, lines: Iterator[str]) -> None:
@@ -284,6 +287,7 @@ class ScriptEnds:
             rank, _, end = line.partition(" ")
             if rank.isdecimal():
                 self.by_rank.setdefault(int(rank), end)
+                self.found_at.setdefault(int(rank), time.monotonic())
             else:
                 log_unreadable(line)
 

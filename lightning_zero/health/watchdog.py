@@ -52,6 +52,7 @@ from lightning_zero.health.peers import (
     ScriptEnds,
     StoreLog,
     connect_to_store,
+    describe_exit,
     log_unreadable,
     poll_interval_s,
 )
@@ -66,7 +67,7 @@ __all__ = ["Watchdog"]
 _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
 _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
-_END_CONFIRM_S = 3.0  # of a wait for a rank whose script is over: its messages may still arrive
+_END_CONFIRM_S = 3.0  # of a wait for a rank that has ended well: its messages may still arrive
 _SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; others may raise it, too
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
 _STORE_SETTLE_S = 3.0  # from a failure until the store is disconnected, too
@@ -544,20 +545,19 @@ class Watchdog:
             has_left = self._has_left(peer.rank)
             self._peers.drop(peer)
             text = f"rank {peer.rank} {self._ends.with_exit(peer.rank, how)}"
-            if not has_left:
+            # One that ended with 0 may have taken part in all collectives: see below.
+            if not has_left and how != describe_exit(0):
                 self._record_death(peer.rank, text)
                 self._append({"kind": "dead", "rank": peer.rank, "text": text})
         if wait is None or self.failure is not None:
             return
-        if self._store_lost_at is not None:
-            if now - self._store_lost_at > _STORE_CONFIRM_S:
-                self._record_death(
-                    0, "rank 0, or the launcher that held the ranks' store, has died"
-                )
-        elif wait.has_failed or (not wait.is_one_way and now - wait.since > _END_CONFIRM_S):
-            for rank, end in self._ends.by_rank.items():
-                if wait.needs(rank):
-                    self._record_death(rank, f"rank {rank} {end}")
+        for rank, end in self._ends.by_rank.items():
+            waited_s = now - max(wait.since, self._ends.found_at[rank])
+            is_too_long = waited_s > _END_CONFIRM_S and not wait.is_one_way
+            if wait.needs(rank) and (wait.has_failed or is_too_long):
+                self._record_death(rank, f"rank {rank} {end}")
+        if self._store_lost_at is not None and now - self._store_lost_at > _STORE_CONFIRM_S:
+            self._record_death(0, "rank 0, or the launcher that held the ranks' store, has died")
 
     # ---------------------------------------------------------------- the main thread's waits
 

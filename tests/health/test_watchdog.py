@@ -621,6 +621,31 @@ engine.backward(module(torch.ones(2, 4)).sum())
 """
 
 
+def _wait_for_a_rank_that_has_left(rank, world_size, port):
+    """Rank 1 is in its last collective when rank 0 ends, a child whose status is not read."""
+    is_first = os.fork() == 0
+    rank = 0 if is_first else 1
+    store = dist.TCPStore("127.0.0.1", port, 2, is_master=is_first)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    engine, backward = _engine()
+    if is_first:
+        os._exit(0)
+    control = engine.comm.control
+    with control.waiting("the last collective"):
+        time.sleep(2)  # longer than the watchdog needs to see the end of the process
+    found = control.watchdog.failure
+    return found, *_error_of(backward)
+
+
+def test_a_rank_that_ends_with_0_is_a_failure_only_where_another_still_waits_for_it():
+    ((found, text, seconds),) = run_ranks(
+        1, _wait_for_a_rank_that_has_left, free_port(), has_group=False
+    )
+    assert found is None
+    assert "rank 1 stops because rank 0 ended with exit code 0" in text
+    assert seconds < 10
+
+
 def _die_with_the_store(rank, world_size):
     _, backward = _engine()
     if rank == 0:
