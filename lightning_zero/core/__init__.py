@@ -9,6 +9,7 @@ Imports record, layout, tensors, health, comm and tiers.
     unit           `Unit`: buckets that are unsharded together; `Unsharder`
     reducer        `Reducer`: which buckets a backward reduces, and the means at its end
     hooks          hooks of modules and autograd, which call the coordinator
+    first_use      waits of modules for the all-gathers after a step
     bucket         `Bucket`: parameters that are communicated together, and what happens when
     wrapping       parameters as a bucket wraps and unwraps them
     shards         stores of a bucket's shards on this rank

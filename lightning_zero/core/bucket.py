@@ -14,8 +14,8 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
   its own, on its tier: in the parameter dtype, or the master, of which a cast is sent.
 - Master, or main parameter (`Shards.master`): own elements, 1-D, master dtype; the optimizer steps
   it. It is float32 if parameters are narrower, else the parameter shard itself.
-- Sharded parameter view (`Shards.sharded_views`): what `.data` points at while the parameter is
-  sharded: its slice of the master, 1-D; empty if the master is in a file.
+- Unreadable data: what `.data` points at while the parameter is sharded or in flight, for C++ that
+  calls no guard: the full shape without values (`unreadable` in tensors/freed.py).
 - Unsharded gradients: flat buffer of this rank's gradients with an n-D view for each slot; the
   input of the reduce-scatter or all-reduce. `Gradients.unsharded_grads`, or made there.
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
@@ -25,11 +25,11 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
 
 [Note: Phases of a bucket]
 
-    phase        parameter.data                                class
-    SHARDED      sharded parameter view, 1-D                   guarded  idle if params are sharded
-    UNSHARDING   view of the shard, or of a buffer in flight   guarded
-    UNSHARDED    n-D view of the unsharded parameters          plain    in use; idle otherwise
-    STEP         what this rank steps                          plain    while the optimizer steps
+    phase        parameter.data                         class
+    SHARDED      unreadable                             guarded  idle if params are sharded
+    UNSHARDING   unreadable                             guarded
+    UNSHARDED    n-D view of the unsharded parameters   plain    in use; idle otherwise
+    STEP         what this rank steps                   plain    while the optimizer steps
 
 A bucket is idle between its uses. In STEP, `.data` is a 1-D slice of the master; with tensor owners
 it is the n-D tensor on its owner, and empty and without a gradient on the other ranks.
@@ -65,6 +65,7 @@ from lightning_zero.core.wrapping import full_precision_copy, unwrap_parameters,
 from lightning_zero.core.writes import HeldViews, UserWrites
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
+from lightning_zero.tensors.freed import unreadable
 from lightning_zero.tensors.guarded import guard, set_plain_data
 from lightning_zero.tensors.live import LiveTensors
 from lightning_zero.tensors.shard_spec import ShardSpec
@@ -205,6 +206,9 @@ class Bucket:
             plan, self.parameters, self.orig_dtypes, buffer, shards, self.held_views
         )
         self.masters = Masters(self)
+        # `.data` of guarded parameters, by slot.
+        shapes = {slot.name: slot.shape for slot in plan.layout.slots}
+        self._unreadable = unreadable(shapes, plan.dtype, self.device)
 
     def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values; points the parameters at the unsharded buffer. Collective."""
@@ -278,8 +282,13 @@ class Bucket:
     def mark_in_flight(self) -> None:
         """Guards the parameters until an all-gather, which is issued now or later."""
         if self.phase is not Phase.SHARDED:  # else they are guarded already
-            guard(self.parameters)
+            self._hide_values()
         self._set_phase(Phase.UNSHARDING)
+
+    def _hide_values(self) -> None:
+        """Guards the parameters, and lets C++ find no values in them."""
+        set_plain_data(self.parameters, self._unreadable)
+        guard(self.parameters)
 
     def wait_for_unshard(self) -> None:
         """Waits for an all-gather in flight; the parameters are unsharded and plain."""
@@ -323,7 +332,7 @@ class Bucket:
         self.enter_idle_phase(num_holders_before=num_holders_before)
 
     def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
-        """Points the parameters at their sharded views, or, if replicated, at the unsharded buffer.
+        """Hides the values of the parameters, or, if replicated, points at the unsharded buffer.
 
         `num_holders_before`: as for `reshard`.
         """
@@ -336,13 +345,10 @@ class Bucket:
 
     def restore_data_pointers(self) -> None:
         """Points the parameters at the tensors of the current phase again."""
-        is_shard = self.phase is Phase.SHARDED
-        set_plain_data(
-            self.parameters,
-            self.shards.sharded_views() if is_shard else self.unsharded_params.views,
-        )
-        if is_shard:
-            guard(self.parameters)
+        if self.phase is Phase.SHARDED:
+            self._hide_values()
+        else:
+            set_plain_data(self.parameters, self.unsharded_params.views)
 
     def discard_unsharded(self) -> None:
         """As `reshard`, without syncing writes."""
@@ -466,7 +472,7 @@ class Bucket:
         Sharded parameters are guarded anyway.
         """
         if not self.shards_params:
-            guard(self.parameters)
+            self._hide_values()
 
     def return_to_device(self) -> None:
         """Undoes `leave_device`, once the memory has its values again."""

@@ -44,6 +44,7 @@ from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.compiling import GradHider
+from lightning_zero.core.first_use import FirstUse
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.shared_buffers import SharedBuffers
@@ -88,6 +89,7 @@ class StepCoordinator:
         unsharder: Unshards and prefetches the units; the order calls its `issue_unshard`.
         reducer: Reduces the gradients; the order calls its `issue_reduction`.
         shared: Buffers that are copied from rank 0.
+        first_use: Waits of modules for parameters that were all-gathered after a step.
         is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
 
@@ -111,7 +113,7 @@ class StepCoordinator:
             prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
         )
         self.unsharder = Unsharder(units, self.order, self.begin_pass, comm.recorder, config)
-        self.reducer = Reducer(buckets, self.order, comm, config)
+        self.reducer = Reducer(buckets, self.order, comm, config, self._after_step)
         self.issue_unshard = self.unsharder.issue_unshard
         self.issue_reduction = self.reducer.issue_reduction
         self.is_accumulating = False
@@ -134,8 +136,8 @@ class StepCoordinator:
         can_intercept = comm.size > 1 and self.unsharder.is_needed
         self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
+        self.first_use = FirstUse(module, buckets)
         self._broadcasts_every_forward = broadcasts_every_forward
-        self._is_compiled = is_compiled(module)
         self._grad_hider = GradHider(self._buckets)
         self._last_used = ""  # name of the unit whose forward or backward began last
         comm.control.watchdog.set_status_source(self._describe)
@@ -234,9 +236,8 @@ class StepCoordinator:
         if copies_buffers and self.shared.is_due:
             self.order.wait_for_begin()  # else other ranks might still request an all-gather
         self._state_offload.check(State.PARAM)
+        self.first_use.begin_forward()
         for bucket in self._buckets:
-            if self._is_compiled and not bucket.shards_params:
-                bucket.wait_for_unshard()  # See [Note: Graphs end at hooks]
             bucket.detect_writes()
             bucket.free_zeroed()
         if copies_buffers:
@@ -260,10 +261,16 @@ class StepCoordinator:
         self._depth = max(self._depth - 1, 0)
         if self._depth or self._is_in_backward:
             return
+        self.first_use.end_forward()
         self._stop_intercepting()
         self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.unsharder.reshard_all()
+
+    def _after_step(self) -> None:
+        """After the step of an optimizer. With manual optimization, code of the root follows."""
+        if self._depth:
+            self.first_use.wait_as_root()
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
@@ -365,6 +372,7 @@ class StepCoordinator:
         self._state_offload.check(State.PARAM, State.GRAD)
         if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
+        self.first_use.wait_for_all()
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
         self.reducer.set_ends_step(reduces)
@@ -507,7 +515,6 @@ class StepCoordinator:
 
     def mark_compiled(self) -> None:
         """Treats the module as compiled, because it is called inside a compiled one."""
-        self._is_compiled = True
         self._can_intercept = False
 
     def mark_lost(self) -> None:

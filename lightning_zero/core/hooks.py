@@ -4,7 +4,7 @@
 hook, and another one begins after it. So a fully compiled module has one graph for each unit, and
 compiled blocks are not split. A graph must see plain parameters: it is compiled for their class,
 and a guarded parameter, whose all-gather is in flight, would trigger a recompilation. Units are
-unsharded by then; all-gathers after a step are waited for before a compiled module begins.
+unsharded by then; for all-gathers after a step see [Note: First use after a step].
 
 [Note: When backward enters and leaves a unit] A copy of a module has copies of our hooks, so each
 hook checks whether it is called for its own module. Backward enters a unit through the outputs that
@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
-from lightning_zero.core.coordinator import StepCoordinator, is_compiled
+from lightning_zero.core.coordinator import StepCoordinator
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
 from lightning_zero.core.unit import Call, Unit, with_base
@@ -86,9 +86,8 @@ class Hooks:
             add(owner.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             add(owner.register_forward_hook(after, always_call=True))
             self._around[owner] = before, after
-        for compiled in filter(is_compiled, module.modules()):
-            before = eager(_before_compiled(compiled, buckets))
-            add(compiled.register_forward_pre_hook(before, prepend=True))
+        for part, wait in coordinator.first_use.hooks():
+            add(part.register_forward_pre_hook(wait, prepend=True))
         held = {parameter for bucket in buckets for parameter in bucket.parameters}
         for part in module.modules():
             if not held.isdisjoint(part._parameters.values()):
@@ -299,23 +298,6 @@ def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[
     for name, before in replaced.items():
         attributes.pop(name, None)
         attributes.update(before)
-
-
-def _before_compiled(compiled: nn.Module, buckets: Sequence[Bucket]) -> Callable[..., None]:
-    """A hook that waits for the all-gathers of the last step, because a compiled graph does not."""
-    inside = set(compiled.parameters())
-    waited_for = [
-        bucket
-        for bucket in buckets
-        if not bucket.shards_params and not inside.isdisjoint(bucket.parameters)
-    ]
-
-    def hook(module: nn.Module, args: Any) -> None:
-        if module is compiled:
-            for bucket in waited_for:
-                bucket.wait_for_unshard()
-
-    return hook
 
 
 def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:

@@ -7,7 +7,7 @@ which parameters have gradients on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -37,6 +37,7 @@ class Reducer:
         shards_params: Whether the stage shards parameters; small ones may be replicated.
         is_mid_step: Whether the last backward ended no step, and its means have not been needed
             since: gradients are local, or averaged over the shard group only.
+        after_step: Called after the step of an optimizer.
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Reducer:
         order: CollectiveOrder,
         comm: Communicator,
         config: ZeroConfig,
+        after_step: Callable[[], None],
     ) -> None:
+        self.after_step = after_step
         self._buckets = list(buckets)  # in layout order
         self._order = order
         self._comm = comm

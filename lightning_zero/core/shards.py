@@ -97,7 +97,6 @@ class Shards:
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
-        self._views: tuple[ShardStore, list[Tensor]] | None = None  # see `sharded_views`
         # Watches `own_slice` since it was last rounded from an offloaded master.
         self._detector: WriteDetector | None = None
 
@@ -179,17 +178,6 @@ class Shards:
         """This rank's elements in the highest precision available."""
         return self.master or self.param_shard
 
-    def sharded_views(self) -> list[Tensor]:
-        """Sharded parameter views, by slot: 1-D slices of the master; empty if it is in a file."""
-        store = self.master or self.param_shard
-        if self._views is None or self._views[0] is not store:
-            if isinstance(store, MemoryShardStore):
-                views = self.layout.split(store.tensor)
-            else:
-                views = [torch.empty(0, dtype=self.plan.master_dtype) for _ in self.layout.ranges]
-            self._views = store, views
-        return self._views[1]
-
     def master_view(self, index: int) -> Tensor:
         """Slot `index` in full precision: 1-D, own elements; a view, or a LazyTensor of a file."""
         own = self.layout.ranges[index]
@@ -224,7 +212,7 @@ class Shards:
 
     def drop(self) -> None:
         """Drops all shards: the parameters have tensors of their own again. Local."""
-        self.all_gather_input = self.master = self._views = None
+        self.all_gather_input = self.master = None
         self.param_shard = MemoryShardStore(self._unsharded_params.tensor.new_empty(0), Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:

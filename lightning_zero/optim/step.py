@@ -234,6 +234,7 @@ class OptimizerStep:
                 swap_out_states(self.optimizer, bucket)
         for bucket in stepped:
             bucket.sync_aliases()
+        self._reducer.after_step()
         for parameter in (p for bucket in stepped for p in bucket.parameters):
             check_sliced_states(self.optimizer, parameter)
         self._install_state_view()
@@ -416,6 +417,7 @@ class OptimizerStep:
             bucket.grads.set_param_grads()
         for bucket in stepped:
             bucket.sync_aliases()
+        self._reducer.after_step()
         self._install_state_view()
 
     def _step_by_bucket(self) -> None:

@@ -19,17 +19,23 @@ import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch import UntypedStorage
+from torch import Tensor, UntypedStorage
 
-__all__ = ["free", "refill"]
+__all__ = ["free", "refill", "unreadable"]
 
 _TEXT = (
     "this tensor is a view of a parameter that is currently sharded: its memory is freed until the "
     "next use of its module. Copy the values when you take the view: tensor.detach().clone()."
+)
+_UNREADABLE = (
+    "parameter {} was read by C++ code, such as a scripted function or torch.vmap, while it was "
+    "sharded, or before its all-gather had ended. Call that code in the forward of the module that "
+    "holds the parameter, or inside `with lightning_zero.gathered(module):`."
 )
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # values on Linux
 _MIN_FILE_BYTES, _MAX_MAPPINGS = 2**20, 1024
@@ -66,6 +72,34 @@ def refill(storage: Any, nbytes: int, spare: Any) -> None:
     if storage.device.type == "cuda" and _can_raise():
         torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
     storage.resize_(nbytes)
+
+
+def unreadable(
+    shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Tensors in place of the values of guarded parameters, which have no memory of their own.
+
+    C++ that reads one gets NaN on a CPU, and on CUDA an error that names the parameter. Writes
+    raise errors of torch.
+
+    Args:
+        shapes: Shapes of the parameters, by name.
+        dtype: Their dtype.
+        device: Their device.
+    """
+    found: list[Tensor] = []
+    for name, shape in shapes.items():
+        if not found or device.type == "cuda":
+            ones = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+            element = ones.view(dtype)
+            torch._C._set_throw_on_mutable_data_ptr(element)
+        if device.type == "cuda" and _can_raise():
+            storage = element.untyped_storage()
+            storage.resize_(0)
+            text = _UNREADABLE.format(name)
+            torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
+        found.append(element.view(()).expand(tuple(shape)))
+    return found
 
 
 def _can_raise() -> bool:
