@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
@@ -38,7 +39,7 @@ from lightning_zero.core.coordinator import StepCoordinator
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
 from lightning_zero.core.unit import Call, Unit, with_base
-from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.guarded import explain_copy_error, has_placement, placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = ["PLAIN", "Hooks"]
@@ -90,7 +91,7 @@ class Hooks:
             add(part.register_forward_pre_hook(wait, prepend=True))
         held = {parameter for bucket in buckets for parameter in bucket.parameters}
         for part in module.modules():
-            if not held.isdisjoint(part._parameters.values()):
+            if not isinstance(part, ScriptModule) and _holds_any(part, held):
                 add(part.register_state_dict_post_hook(_fill_state_dict))
             vars(part)["__reduce_ex__"] = partial(self._reduce, part)
             if hasattr(type(part), "__deepcopy__"):
@@ -179,6 +180,8 @@ class Hooks:
 
     def _deepcopy(self, module: nn.Module, memo: dict[int, Any]) -> Any:
         """The deep copy that the class of `module` makes itself."""
+        if isinstance(module, ScriptModule):
+            _check_can_copy(module)
         with self._without_engine_attributes(module):
             return cast("Any", type(module)).__deepcopy__(module, memo)
 
@@ -219,6 +222,7 @@ class Hooks:
             self._coordinator.root_post_forward(error)
             if error is not None:
                 explain_dtype_error(error, module, self._buckets)
+                explain_copy_error(error)
 
     def _pre_forward(self, unit: Unit) -> Callable[..., None]:
         """A hook that unshards `unit` and watches its inputs."""
@@ -300,8 +304,40 @@ def _restore_methods(attributes: dict[str, Any], replaced: Mapping[str, Mapping[
         attributes.update(before)
 
 
+def _holds_any(module: nn.Module, parameters: Set[nn.Parameter]) -> bool:
+    """Whether `module`, or a scripted module directly below it, holds one of `parameters`."""
+    scripted = [child for child in module.children() if isinstance(child, ScriptModule)]
+    below = [parameter for child in scripted for parameter in child.parameters()]
+    return not parameters.isdisjoint([*module._parameters.values(), *below])
+
+
+def _check_can_copy(module: nn.Module) -> None:
+    """Before a scripted module is copied, which reads its parameters in C++: waits for them.
+
+    Raises:
+        RuntimeError: A parameter is sharded.
+    """
+    for parameter in module.parameters():
+        if not has_placement(parameter):
+            continue
+        placement = placement_of(parameter)
+        bucket = bucket_of(placement)
+        if bucket.shards_params and not bucket.is_unsharded:
+            raise RuntimeError(
+                f"a scripted module with parameter {placement.name}, which is sharded, cannot be "
+                "copied; copy it inside `with lightning_zero.gathered(module):`."
+            )
+        bucket.wait_for_unshard()
+
+
 def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replaces sharded tensors by full tensors in a state dict. Collective between steps."""
+    """Replaces sharded tensors by full tensors in a state dict. Collective between steps.
+
+    Scripted modules have no hooks, so this is done for those directly below `module`, too.
+    """
+    for name, child in module.named_children():
+        if isinstance(child, ScriptModule):
+            _fill_state_dict(child, state_dict, f"{prefix}{name}.", None)
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, ShardedTensor) and parameter is not None:

@@ -129,6 +129,11 @@ def _check(
     warned += queue_warnings(device) if config.separates_gathers else []
     warned += set_step_threads(device) if config.offload_optimizer is not None else []
     check_can_materialize(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(
+            "expected a module with hooks, got a scripted or traced one; put it into an nn.Module "
+            "and give that to the engine."
+        )
     _check_can_be_held(parameters_by_name(module))
     look = partial(look, module=module, config=config, device=device)
     probed = [(optimizer, look(optimizer)) for optimizer in opts]

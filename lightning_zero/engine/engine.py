@@ -57,6 +57,7 @@ from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
+from lightning_zero.tensors.guarded import explain_copy_error
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.live import LiveTensors
 from lightning_zero.tensors.meta import clear_pending_values, pending_values
@@ -286,6 +287,7 @@ class Engine:
                 yield
         except Exception as error:
             explain_dtype_error(error, self.module, self.buckets)
+            explain_copy_error(error)
             raise
 
     def register_forward_method(self, module: nn.Module, name: str) -> None:

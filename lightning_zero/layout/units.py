@@ -3,7 +3,8 @@
 1. Blocks: modules that match `unit_classes`; without it, the members of each `ModuleList`,
    `ModuleDict` or `Sequential` with repeated classes, the outermost first.
 2. Other modules with more parameters of their own than a limit: embeddings, output layers.
-3. All other parameters, and those that two units share, belong to the root.
+3. All other parameters, and those that two units share, belong to the root. A scripted module
+   belongs to the unit around it, because it has no hooks.
 
 [Note: Blocks in blocks] A member may itself contain repeated blocks: a stage of a vision model, or
 a stack between two layers. Unsharding the member at once would need as much memory as the
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from lightning_zero.layout.names import matches_module, no_match_message, saved_name
 
@@ -42,7 +44,7 @@ def find_units(
         blocks: Result of `find_blocks`; a parameter belongs to the innermost block.
     """
     units = set(blocks)
-    for name, child in module.named_modules():
+    for name, child in _hookable(module):
         own = sum(p.numel() for p in child.parameters(recurse=False))
         if name != ROOT and own >= _UNIT_NUMEL and _innermost(name, units) == ROOT:
             units.add(name)
@@ -74,9 +76,7 @@ def find_blocks(
     """
     if not classes:
         return [name for name, _ in _repeated_blocks(ROOT, module, {module})]
-    candidates = {
-        name: m for name, m in module.named_modules() if name != ROOT and _has_parameters(m)
-    }
+    candidates = {name: m for name, m in _hookable(module) if name != ROOT and _has_parameters(m)}
     found: dict[str, None] = {}
     for item in classes:
         matching = [n for n, m in candidates.items() if matches_module(saved_name(n), m, item)]
@@ -85,6 +85,11 @@ def find_blocks(
             raise ValueError(no_match_message(option, known, item))
         found |= dict.fromkeys(matching)
     return list(found)
+
+
+def _hookable(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Modules that can be units: a scripted one has no hooks."""
+    return [pair for pair in module.named_modules() if not isinstance(pair[1], ScriptModule)]
 
 
 def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Members:
@@ -101,7 +106,7 @@ def _repeated_blocks(path: str, module: nn.Module, seen: set[nn.Module]) -> _Mem
         seen.add(child)
         full_name = f"{path}.{name}" if path else name
         inner = _repeated_blocks(full_name, child, seen)
-        is_member = is_repeated and not isinstance(child, LISTS)
+        is_member = is_repeated and not isinstance(child, (*LISTS, ScriptModule))
         is_stack = _is_stack(child, inner, is_alone=kinds[_kind(child)] == 1)
         blocks += [(full_name, child)] if is_member and not is_stack else inner
     return blocks

@@ -22,6 +22,7 @@ and class. Attributes that the engine sets on modules are excluded from copies, 
 from __future__ import annotations
 
 import copy
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ __all__ = [
     "unguarded",
     "attributes_of",
     "data_of",
+    "explain_copy_error",
     "guard",
     "placement_of",
     "plain_class_of",
@@ -263,6 +265,18 @@ def unguarded(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         guard(guarded)
+
+
+def explain_copy_error(error: BaseException) -> None:
+    """Adds a note to torch's error for `nn.Parameter(parameter)`, which has no cure in it.
+
+    `nn.Parameter` copies a parameter of its own class only. See [Note: Guarded parameters].
+    """
+    if "Creating a Parameter from an instance" in str(error) and sys.version_info >= (3, 11):
+        error.add_note(
+            "The engine has set the class of the module's parameters. For a new parameter with the "
+            "same values write nn.Parameter(parameter.detach()) instead of nn.Parameter(parameter)."
+        )
 
 
 def set_placement(parameter: nn.Parameter, placement: Placement | None) -> None:
