@@ -23,7 +23,13 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
+from lightning_zero.optim.probe import (
+    CannotShardError,
+    ProbeResult,
+    StepKind,
+    check_takes_dense,
+    probe,
+)
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.optim.step import OptimizerStep, check_full_tensors
@@ -70,6 +76,7 @@ def check_and_probe(
                 "the module that is trained."
             )
     if config.assume_elementwise:
+        check_takes_dense(optimizer)
         return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
     is_sharded = config.states.has_shard(State.OPTIM)
     unsharded = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)

@@ -48,6 +48,7 @@ __all__ = [
     "CannotShardError",
     "ProbeResult",
     "StepKind",
+    "check_takes_dense",
     "find_full_optimizers",
     "probe",
     "probed_settings",
@@ -100,6 +101,7 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
         ValueError: Its step needs a closure, or fails on the small tensors.
     """
     name = type(optimizer).__name__
+    check_takes_dense(optimizer)
     inner = _find_inner(optimizer)
     if inner is not None:
         raise _refusal(
@@ -144,6 +146,18 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
         "its step depends on all tensors together: stepping some of them separately gives other "
         "values than stepping all in one call, as with a norm over all gradients",
     )
+
+
+def check_takes_dense(optimizer: Optimizer) -> None:
+    """Raises a ValueError for an optimizer that steps only sparse gradients."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} cannot be stepped: it needs sparse gradients, "
+            "but flat buffers hold the gradients of nn.Embedding(sparse=True) as dense ones. Use "
+            "another optimizer for these parameters, such as torch.optim.Adagrad, which gives the "
+            "same values for dense and sparse gradients, or torch.optim.Adam, which also updates "
+            "the rows that a batch does not use."
+        )
 
 
 def _trace(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor, Flow, ProbeRun]:

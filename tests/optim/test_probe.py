@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightning_zero import Engine, ZeroConfig
 from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
 from tests.support.full_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
@@ -173,6 +174,16 @@ def test_a_step_that_couples_all_tensors_is_refused_with_name_and_reason(build, 
     with pytest.raises(CannotShardError, match=re.escape(expected)) as caught:
         found(build(parameters((8, 9), (5,))))
     assert reason in str(caught.value)
+
+
+def test_an_optimizer_that_needs_sparse_gradients_is_refused_with_what_to_use():
+    for assumed in (False, True):
+        for stage in (0, 1, 3):
+            module = torch.nn.Embedding(5, 3, sparse=True)
+            optimizer = torch.optim.SparseAdam(module.parameters())
+            config = ZeroConfig(stage=stage, assume_elementwise=assumed)
+            with pytest.raises(ValueError, match=r"SparseAdam cannot .* sparse .*Use .*Adagrad"):
+                Engine(module, [optimizer], config)
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused_by_name():

@@ -56,6 +56,31 @@ def test_optimizers_of_doubles_with_states_train_and_take_groups_in_a_run(stage)
     run_ranks(2, _train_doubles, stage)
 
 
+SPARSE = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+def _train_embedding(rank, world_size, stage):
+    for name, build in SPARSE.items():
+        torch.manual_seed(0)
+        ours, reference = (nn.Embedding(20, 4, sparse=True) for _ in range(2))
+        reference.load_state_dict(ours.state_dict())
+        optimizer, expected = build(ours.parameters()), build(reference.parameters())
+        engine = Engine(ours, [optimizer], ZeroConfig(stage=stage))
+        for ids in torch.randint(12, (3, world_size, 5)):
+            _step(ours, ids, optimizer, engine)
+            _step(reference, ids, expected)
+        engine.close()
+        torch.testing.assert_close(ours.weight, reference.weight, msg=name)
+
+
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_an_embedding_with_sparse_gradients_trains_as_in_one_process(stage):
+    run_ranks(2, _train_embedding, stage)
+
+
 class Decaying(torch.optim.SGD):
     """Decays weights by the norm of each tensor, if weight decay is on."""
 

@@ -136,9 +136,9 @@ def _study(rank, world_size, seeds, optimizers, configs):
     return [f"{what}: {why}" for what, why in wrong if why]
 
 
-@pytest.mark.parametrize("world_size", [2])
-def test_any_order_and_groups_of_small_parameters_equal_one_process(world_size):
-    for wrong in run_ranks(world_size, _study, range(3), list(OPTIMIZERS), ["1", "3"]):
+def test_any_order_and_groups_of_small_parameters_equal_one_process():
+    names = ["adagrad for-loop", "nadam", "steps in a vector"]
+    for wrong in run_ranks(2, _study, range(2), names, ["1", "3"]):
         assert wrong == []
 
 

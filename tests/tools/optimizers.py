@@ -248,6 +248,8 @@ def _try(rank: int, kind: type[Optimizer]) -> Outcome:
         else:
             break
     else:
+        if issubclass(kind, torch.optim.SparseAdam):  # the models have no sparse gradients
+            return Outcome("refused", "it needs sparse gradients, but flat buffers are dense")
         return Outcome("fails on one process, too", _line(failure))
     try:
         found = probe(built()[1], torch.device("cpu"))
