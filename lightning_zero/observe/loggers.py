@@ -138,8 +138,8 @@ class WandbPanels:
             "GB/s",
         ]
         rows = [
-            [kind.kind, kind.in_flight_s, kind.overlapped_s, kind.exposed_s, kind.gib, kind.gb_per_s]
-            for kind in transfers
+            [row.kind, row.in_flight_s, row.overlapped_s, row.exposed_s, row.gib, row.gb_per_s]
+            for row in transfers
         ]
         rows = [[None if cell != cell else cell for cell in row] for row in rows]  # NaN: unknown
         communication = Table(columns=columns, data=rows)
