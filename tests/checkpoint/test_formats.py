@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from functools import partial
 
@@ -332,6 +333,52 @@ def test_load_from_checkpoint_finds_the_hyperparameters_in_a_directory(tmp_path)
     assert torch.equal(loaded.layer.weight, module.layer.weight)
     on_cpu = lightning_zero.load_from_checkpoint(SavedModule, tmp_path, map_location="cpu")
     assert torch.equal(on_cpu.layer.weight, module.layer.weight)
+
+
+class OwnLoadingModule(SavedModule):
+    """Has nested hyperparameters in checkpoints, which only its own loading understands."""
+
+    num_calls = 0
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path, map_location=None, strict=True, **kwargs):
+        OwnLoadingModule.num_calls += 1
+        checkpoint = torch.load(checkpoint_path, map_location, weights_only=True)
+        checkpoint["hyper_parameters"] = checkpoint["hyper_parameters"]["sizes"]
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        buffer.seek(0)
+        return super().load_from_checkpoint(buffer, map_location, strict=strict, **kwargs)
+
+
+class InheritedLoadingModule(OwnLoadingModule):
+    pass
+
+
+def test_load_from_checkpoint_calls_the_one_of_the_class_for_every_format(tmp_path):
+    module = InheritedLoadingModule(width=6)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.layer(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    saved = {"hyper_parameters": {"sizes": {"width": 6}}, "pytorch-lightning_version": "2.6.1"}
+    checkpoint = saved | {
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+    }
+    for form in ("ckpt", "dcp"):
+        plan_export(checkpoint, form).write(tmp_path / form, lambda nbytes: None)
+    folder = tmp_path / "deepspeed"
+    folder.mkdir()
+    write_deepspeed(folder, module, optimizer, stage=3, world_size=2, client_state=saved)
+    for form in ("ckpt", "dcp", "deepspeed"):
+        for options in ({}, {"strict": False, "map_location": "cpu"}):
+            OwnLoadingModule.num_calls = 0
+            loaded = lightning_zero.load_from_checkpoint(
+                InheritedLoadingModule, tmp_path / form, **options
+            )
+            assert OwnLoadingModule.num_calls == 1
+            assert loaded.hparams.width == 6
+            assert torch.equal(loaded.layer.weight, module.layer.weight), form
 
 
 @pytest.mark.default_cases("3")
