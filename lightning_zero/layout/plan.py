@@ -251,8 +251,9 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
             )
         if parameter.is_complex():
             raise ValueError(
-                f"Parameter {name} is complex, which is not supported; store "
-                "real and imaginary parts."
+                f"Parameter {name} is complex ({parameter.dtype}), which flat buffers do not "
+                "support; store real and imaginary parts, nn.Parameter(torch.view_as_real(values)),"
+                " and call torch.view_as_complex on them in the forward."
             )
 
 

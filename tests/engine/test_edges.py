@@ -663,3 +663,43 @@ def test_gradients_from_before_the_engine_are_averaged_as_by_ddp(stage):
     mean = {"0.weight": 1.5, "1.bias": 2.0, "2.weight": 3.0}
     for steps in run_ranks(2, _with_earlier_gradients, stage):
         assert steps == pytest.approx({name: 0.1 * mean.get(name, 0) for name in steps}, abs=1e-6)
+
+
+class Complex(nn.Module):
+    """Multiplies by a complex weight, stored as one parameter or as real and imaginary parts."""
+
+    def __init__(self, is_split):
+        super().__init__()
+        torch.manual_seed(0)
+        w = torch.randn(4, dtype=torch.complex64)
+        self.w = nn.Parameter(torch.view_as_real(w) if is_split else w)
+        self.register_buffer("phase", torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        w = self.w if self.w.is_complex() else torch.view_as_complex(self.w)
+        return (x * self.phase * w).abs().square().sum()
+
+
+def _train_complex(rank, world_size):
+    for stage in range(4):
+        refused = Complex(is_split=False)
+        with pytest.raises(ValueError, match=r"Parameter w is complex .*complex64.*view_as_real"):
+            Engine(refused, [torch.optim.SGD(refused.parameters(), 0.1)], ZeroConfig(stage=stage))
+        split, whole = Complex(is_split=True), Complex(is_split=False)
+        if rank:
+            split.phase.zero_()  # the engine copies rank 0's
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (split, whole)]
+        engine = Engine(split, optimizers[:1], ZeroConfig(stage=stage))
+        xs = torch.randn(2, world_size, 4)
+        for x in xs:
+            engine.backward(split(x[rank]))
+            (sum(whole(each) for each in x) / world_size).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        engine.close()
+        torch.testing.assert_close(torch.view_as_complex(split.w.detach()), whole.w.detach())
+
+
+def test_complex_parameters_are_refused_and_train_as_real_and_imaginary_parts():
+    run_ranks(2, _train_complex)
