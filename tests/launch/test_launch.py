@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.support.fitting import fit_reference, make_trainer, settings
 from tests.support.models import GPTModule, MLPModule
+from tests.support.processes import run_python
 from tests.support.ranks import free_port, run_ranks
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
@@ -344,3 +345,43 @@ def test_a_read_on_rank_0_alone_prints_the_call_the_cure_and_the_lines_of_the_us
     assert len([line for line in printed.splitlines() if line.startswith("[rank")]) <= 30
     assert "Traceback" not in printed
     assert "stops because" not in printed
+
+
+# ---------------------------------------------------------------- processes of multiprocessing
+
+MODEL = """
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+class Model(BoringModel):
+    pass
+"""
+PROCESSES = """
+import sys
+
+if __name__ == "__main__":  # a spawned process runs the rest of this script again
+    import lightning.pytorch as pl
+    import lightning_zero
+    from model import Model
+
+    zero = lightning_zero.ZeroStrategy(3, start_method=sys.argv[1])
+    options = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False)
+    trained = []
+    for strategy in (zero, "ddp_fork"):
+        pl.seed_everything(1)
+        model = Model()
+        before = model.layer.weight.clone()
+        pl.Trainer(strategy=strategy, max_steps=2, limit_val_batches=0, **options).fit(model)
+        assert not model.layer.weight.equal(before)
+        trained.append(model.layer.weight)
+    assert trained[0].allclose(trained[1], rtol=1e-6, atol=1e-6)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_spawned_ranks_train_as_under_ddp_and_return_the_weights(start_method, tmp_path):
+    """Each rank imports torch and Lightning: most of the time, and minutes on a busy machine."""
+    (tmp_path / "model.py").write_text(MODEL)
+    script = tmp_path / "train.py"
+    script.write_text(PROCESSES)
+    run_python(script, start_method)
