@@ -2,25 +2,33 @@
 
 [Note: Full views] `p[0]`, `p.t()` and the entries of `state_dict()` are views of a parameter's
 memory in torch, and users write through them, for example to average weights. A sharded parameter
-has no such memory between steps. A view of it is a `FullTensorView` of gathered values. In-place
-writes to it are written back to the shard; they are collective, and every rank must write the same
-values. Results computed from it are plain tensors. After the parameter has changed in another way,
-for example by an optimizer step, the values are outdated and using them is an error. (In plain
-torch, such a view would show the new values.)
+has no such memory between steps. A view of it is a `FullTensorView` of gathered values. Writes to
+it increment its version counter, and are written back to the shard; they are collective, and every
+rank must write the same values. Functions that may write without incrementing the counter, and
+those that give a tensor another memory, are errors (operators.py). Results computed from it are
+plain tensors. After the parameter has changed in another way, for example by an optimizer step, the
+values are outdated and using them is an error. (In plain torch, such a view would show the new
+values.)
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["FullTensorView", "ShardedOrigin", "is_writing", "without_gradient"]
+from lightning_zero.tensors.operators import may_write, repoints
+
+__all__ = ["MAY_WRITE", "REPOINTS", "FullTensorView", "ShardedOrigin", "without_gradient"]
+
+# Reasons of errors.
+MAY_WRITE = "it may write to its arguments, and a write to a copy of them would be lost"
+REPOINTS = "it would give this tensor another memory or shape, and not the parameter"
 
 
 class ShardedOrigin(Protocol):
@@ -36,6 +44,9 @@ class ShardedOrigin(Protocol):
 
     def write_back(self, values: Tensor) -> None:
         """Writes this rank's elements of `values`, n-D and plain, to the shard."""
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raises the error of function `name`, with the reason."""
 
 
 @dataclass
@@ -103,7 +114,14 @@ class FullTensorView(Tensor):
         }
         for one in used.values():
             one._source.check()
-        written = [used[id(leaf)] for leaf in _written(func, args, kwargs) if id(leaf) in used]
+        name = getattr(func, "__name__", str(func))
+        origin = next(iter(used.values()))._source.origin
+        if func == _SET_DATA or repoints(name):
+            origin.refuse(name, REPOINTS)
+        if may_write(func):
+            origin.refuse(name, MAY_WRITE)
+        sources = list({id(one._source): one._source for one in used.values()}.values())
+        versions = [source.values._version for source in sources]
         plain = {key: one._plain() for key, one in used.items()}
         given = {id(one): used[key] for key, one in plain.items()}
         memory = {_storage(one): used[key]._source for key, one in plain.items()}
@@ -111,8 +129,9 @@ class FullTensorView(Tensor):
             lambda value: plain.get(id(value), value), (tuple(args), dict(kwargs))
         )
         result = func(*args, **kwargs)
-        for source in {id(one._source): one._source for one in written}.values():
-            source.write_back()
+        for source, version in zip(sources, versions, strict=True):
+            if source.values._version != version:
+                source.write_back()
         if func in _ARRAYS:
             result.flags.writeable = False  # writes to it could not be written back
             return result
@@ -185,22 +204,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def is_writing(name: str) -> bool:
-    """Whether a function writes in place: by torch's convention, `name_` and `__iadd__`."""
-    if name == "__setitem__":
-        return True
-    is_operator = name.startswith("__i") and name.endswith("__") and name not in _NO_OPERATORS
-    return is_operator or (name.endswith("_") and not name.endswith("__"))
-
-
-def _written(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterable[Any]:
-    is_in_place = is_writing(getattr(func, "__name__", "")) and bool(args)
-    return tree_leaves((args[0] if is_in_place else (), kwargs.get("out")))
-
-
-_NO_OPERATORS = {"__init__", "__invert__", "__index__", "__int__"}
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _ARRAYS: set[Any] = {Tensor.numpy, Tensor.__array__}
 _DETACHING = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
 # Allowed for outdated values, too.

@@ -28,14 +28,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.tensors.full_view import FullTensorView, is_writing
+from lightning_zero.tensors.full_view import FullTensorView
+from lightning_zero.tensors.operators import is_writing
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
@@ -159,6 +160,18 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Tensor.set_`, for which torch calls no `__torch_function__`."""
+        (values, *_) = (*args, *kwargs.values(), None)
+        is_recorded = torch.is_grad_enabled() and self.requires_grad
+        if len(args) + len(kwargs) == 1 and isinstance(values, Tensor) and not is_recorded:
+            _set_data(self, values)
+            return self
+        return _call_on_shards(Tensor.set_, (self, *args), kwargs)
+
+    def _use_count(self) -> int:
+        return _refuse_swap(self)
+
     # mypy drops the names of a dunder's keyword-only arguments, so that even equal ones mismatch.
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         placement = placement_of(self)
@@ -229,8 +242,22 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
         _SET_DATA(self, values)
 
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
-    own = {"data": property(get, put), "__doc__": own_class.__doc__}
+    own = {
+        "data": property(get, put),
+        "_use_count": _refuse_swap,
+        "__doc__": own_class.__doc__,
+    }
     return type(own_class.__name__, (own_class,), {**names, **own})
+
+
+def _refuse_swap(parameter: nn.Parameter) -> NoReturn:
+    """The `_use_count` of a parameter, which `torch.utils.swap_tensors` calls before it swaps."""
+    raise RuntimeError(
+        f"torch.utils.swap_tensors would replace parameter {placement_of(parameter).name}, which "
+        "an engine holds. Assign new values, parameter.data = values, or write them inside `with "
+        "lightning_zero.gathered(module, writeback=True):`. If module.to() or load_state_dict() "
+        "was called, reset torch.__future__.set_swap_module_params_on_conversion(False)."
+    )
 
 
 def unguard(parameter: nn.Parameter) -> None:

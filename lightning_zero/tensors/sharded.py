@@ -9,6 +9,9 @@ local values are a range of its row-major elements, possibly empty.
   on that range and all-reduced.
 - Other operators need more than the shard. For `p.data`, the values are all-gathered
   (full_view.py); for `p.grad`, an error states how to get the full tensor.
+- Functions that may write to the gathered values without torch's notice, such as collectives and
+  operators of extensions (operators.py), and functions that give the tensor another memory or
+  shape, such as `set_` and `resize_`, raise that error for `p.data`, too.
 
 Collective, every rank must call them: reductions; `full_tensor`; operators that need all values;
 and elementwise operators on a tensor of another sharding, or that write to a plain tensor, because
@@ -30,10 +33,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.tensors.full_view import FullTensorView, is_writing, without_gradient
+from lightning_zero.tensors.full_view import (
+    MAY_WRITE,
+    REPOINTS,
+    FullTensorView,
+    without_gradient,
+)
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 from lightning_zero.tensors.live import EndedShard
-from lightning_zero.tensors.operators import FOREACH, is_elementwise_operator
+from lightning_zero.tensors.operators import (
+    FOREACH,
+    is_elementwise_operator,
+    is_writing,
+    may_write,
+    reads_only,
+    repoints,
+)
 from lightning_zero.tensors.reductions import REDUCTIONS, norms, sum_of_bits
 from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardComm, ShardSpec
 
@@ -47,14 +62,19 @@ class ShardedTensorError(RuntimeError):
     identities.
 
     Args:
-        sharded: The tensor.
+        sharded: The tensor, or the origin of a view of its full values.
         name: Name of the operation.
         why: Reason; the default is that an operation needs all elements.
         needs_full: Whether the operation is possible with full values.
     """
 
     def __init__(
-        self, sharded: ShardedTensor, name: str, why: str = "", *, needs_full: bool = False
+        self,
+        sharded: ShardedTensor | _Origin,
+        name: str,
+        why: str = "",
+        *,
+        needs_full: bool = False,
     ) -> None:
         self._sharded, self._why, self.needs_full = sharded, why, needs_full
         super().__init__(
@@ -116,6 +136,9 @@ class ShardedTensor(Tensor):
         dtype, device = like.dtype, like.device
         sharded = Tensor._make_wrapper_subclass(ShardedTensor, size, dtype=dtype, device=device)
         assert isinstance(sharded, ShardedTensor)
+        # Collectives take lists of lists, in which torch looks for no subclasses: without this,
+        # they would crash the process.
+        torch._C._set_throw_on_mutable_data_ptr(sharded)
         sharded.spec, sharded.role, sharded.is_tracked = spec, role, is_tracked
         sharded._shard = shard
         spec.live.add(spec.number, sharded, f"{size} {dtype}")
@@ -169,13 +192,16 @@ class ShardedTensor(Tensor):
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
         self._shard.check_memory(self.call_of(name), num_bytes)
-        values = self._gather(name).to(dtype or self.dtype)
-        return FullTensorView.of(values, _Origin(self._shard, self.spec, self.title))
+        values = self._gather(name)
+        with torch.inference_mode(mode=False):
+            origin = _Origin(self._shard, self.spec, self.role, self.title)
+            return FullTensorView.of(values.to(dtype or self.dtype), origin)
 
     def _gather(self, name: str) -> Tensor:
         local, call = self.local, self.call_of(name)
         self.comm.announce(call)
-        return self.spec.all_gather(local, call).to(local.device).view(self.shape)
+        with torch.inference_mode(mode=False), torch.no_grad():  # the result has a version counter
+            return self.spec.all_gather(local, call).to(local.device).view(self.shape)
 
     @property
     def title(self) -> str:
@@ -204,7 +230,7 @@ class ShardedTensor(Tensor):
         if any(issubclass(other, (nn.Parameter, FullTensorView)) for other in types):
             return NotImplemented  # their __torch_function__ calls again with shards or values
         if func == _SET_DATA:
-            return args[0].copy_(args[1])
+            return _set_data(*args)
         if func in _FROM_MEMORY:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         name = _name_of(func)
@@ -223,7 +249,7 @@ class ShardedTensor(Tensor):
                 with torch.no_grad():
                     result = func(*args, **kwargs)
             except ShardedTensorError as error:
-                if not error.needs_full:
+                if not error.needs_full or may_write(func):
                     raise error.renamed(name) from None
                 needs_full = True
         if needs_full:
@@ -262,6 +288,12 @@ class ShardedTensor(Tensor):
         first = _first_of(args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
             first._refuse(name, "every rank would draw different numbers", needs_full=False)
+        if repoints(name):
+            first._refuse(name, REPOINTS, needs_full=False)
+        if func.namespace != "aten":
+            return _call_extension(func, name, args, kwargs)
+        if may_write(func):
+            first._refuse(name, MAY_WRITE, needs_full=False)
         first._refuse(name)
 
     # ---------------------------------------------------------------- methods that bypass dispatch
@@ -275,10 +307,14 @@ class ShardedTensor(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Like `Tensor.numpy`, but read-only. Collective: every rank."""
-        return self._values_for("numpy").numpy(force=force)
+        array = self._values_for("numpy").plain().numpy(force=force)
+        array.flags.writeable = False  # writes to it could not be written back
+        return array
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._values_for("numpy").__array__(*args, **kwargs)
+        array = self._values_for("numpy").plain().__array__(*args, **kwargs)
+        array.flags.writeable = False
+        return array
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._values_for("pickle").__reduce_ex__(protocol)
@@ -315,8 +351,9 @@ _NEEDS_ALL = "it would see only this rank's elements"
 _REMEDIES = {
     "p.grad": "use lightning_zero.full_grad(parameter) for the full gradient; a result of the "
     "parameter's shape may be assigned to parameter.grad",
-    _DATA: "use `with lightning_zero.gathered(parameter):` for the full values, with "
-    "writeback=True to keep changes; to train through it, call it within the forward of the root "
+    _DATA: "use `with lightning_zero.gathered(module):` for the full values, and "
+    "`gathered(module, writeback=True)` to change them; to train through it, call it within the "
+    "forward of the root "
     "module, in Lightning's training_step, or in `with engine.forward_context():`",
     "optimizer.state": "use .full_tensor() on every rank for the full state; to save it, use "
     "trainer.save_checkpoint(path), or strategy.optimizer_state(optimizer) or "
@@ -364,6 +401,7 @@ class _Origin:
 
     shard: LocalShard
     spec: ShardSpec
+    role: str
     title: str
 
     @property
@@ -381,6 +419,37 @@ class _Origin:
 
         with torch.no_grad():
             self.shard.change(write)
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        raise ShardedTensorError(self, name, why)
+
+
+def _set_data(sharded: ShardedTensor, values: Tensor) -> Tensor:
+    """Implements `sharded.data = values` of a gradient or a result.
+
+    `parameter.data.data = values` would leave the parameter as it is.
+    """
+    is_own = sharded.role != _DATA or isinstance(sharded._shard, InMemoryShard)
+    if not is_own or sharded.shape != values.shape:
+        sharded._refuse("data", REPOINTS, needs_full=False)
+    return sharded.copy_(values)
+
+
+def _call_extension(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls an operator that is not torch's, with full values that it only reads. Collective."""
+    for argument, given in arguments_of(func, args, kwargs).items():
+        for leaf in tree_leaves(given):
+            if isinstance(leaf, ShardedTensor) and not reads_only(func, argument):
+                leaf._refuse(name, MAY_WRITE, needs_full=False)
+
+    def full(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        if value.role != _DATA:
+            value._refuse(name)
+        return value.full_view(name).plain()
+
+    return func(*tree_map(full, args), **tree_map(full, kwargs))
 
 
 # Functions with which torch reads the memory; a shard has none of the full shape.
