@@ -6,12 +6,17 @@ Every setting is in `conf/`. Change settings on the command line, for example
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from job import Job
 from omegaconf import DictConfig
-from stdlib_text import bigram_bits_per_byte
+
+import lightning_zero.conf  # noqa: F401  # registers what the files of conf refer to
+
+if TYPE_CHECKING:
+    from job import Job
 
 _PROMPT = b"class "
 _MAX_PARAMETERS_ON_CPU = 10_000_000
@@ -19,6 +24,8 @@ _MAX_PARAMETERS_ON_CPU = 10_000_000
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")
 def main(config: DictConfig) -> float | None:
+    from job import Job  # torch and Lightning: not for --help and --cfg job
+
     job = Job.of(config)
     if config.train:
         job.fit()
@@ -31,6 +38,8 @@ def main(config: DictConfig) -> float | None:
 
 def _print_result(job: Job) -> None:
     """Prints on rank 0. After `fit` each rank has the full parameters, if they fit in memory."""
+    from stdlib_text import bigram_bits_per_byte
+
     reached = job.metrics.get("val/bits_per_byte")
     if reached is None:
         print("\nno validation ran: trainer.val_check_interval is longer than the training")

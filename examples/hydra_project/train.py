@@ -2,11 +2,11 @@
 
     cd examples/hydra_project && python train.py model=large zero=stage2 offload=cpu_optimizer
 
-`--cfg job` prints all settings. Copy the folder: it needs no other file of this repository.
+`--help` lists all groups, and `--cfg job` prints all settings. Copy the folder: it needs no other
+file of this repository.
 """
 
 import hydra
-import lightning.pytorch as pl
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 
@@ -15,6 +15,8 @@ from lightning_zero.conf import make_trainer, optimized_metric
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> float | None:
+    import lightning.pytorch as pl  # not for --help and --cfg job: it takes seconds
+
     pl.seed_everything(config.seed, workers=True)
     trainer = make_trainer(config)
     model, data = instantiate(config.model), instantiate(config.data)

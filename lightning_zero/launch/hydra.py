@@ -1,6 +1,6 @@
 """Hydra jobs: the job of this process, and the command that starts one of its ranks.
 
-Hydra is imported only if there is a job, not with the package.
+Hydra is imported only if there is a job, and Lightning only to start ranks, not with the module.
 
 A child rank gets the values that rank 0 has resolved, not rank 0's command line: in a sweep the
 command line describes many jobs, and its flags may have any position.
@@ -14,8 +14,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-
-from lightning_zero._lightning.fabric import _basic_subprocess_cmd
 
 __all__ = [
     "RecordsOfPackage",
@@ -216,6 +214,8 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
     """Command line of a child rank, and its working directory (None: that of this process)."""
     hydra = _hydra()
     if hydra is None:
+        from lightning_zero._lightning.fabric import _basic_subprocess_cmd
+
         return list(_basic_subprocess_cmd()), None
     flags = _config_flags(hydra)
     overrides = [*hydra.overrides.hydra, *hydra.overrides.task, *_job_overrides(hydra, local_rank)]

@@ -7,50 +7,44 @@ group also adds the callback `HydraJobs`. `lightning_zero.conf` registers both.
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import fields
 from difflib import get_close_matches
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any
 
-import torch
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from lightning_zero.launch.hydra import run_name, sweep_name
 
-__all__ = ["process_rank", "register", "schema"]
+__all__ = ["named_with_hints", "process_rank", "register"]
 
 _GROUP = "hydra/lightning_zero"
+# Groups that only the example can use, and that of the help itself.
+_NOT_LISTED = {
+    "data",
+    "experiment",
+    "hparams_search",
+    "hydra/help",
+    "local",
+    "model",
+    "optimizer",
+}
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.launch.hydra_jobs.HydraJobs"}}
-_SIMPLE = {bool, int, float, str, NoneType}
-_SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
+_CONF = Path(__file__).parents[1] / "conf"
 
 
-def schema(strategy: type, target: str, *, module: str) -> type[Any]:
-    """A dataclass of the strategy's settings whose default YAML can express.
+def named_with_hints(settings: type[Any]) -> type[Any]:
+    """Gives the class a name that, in an error, names the setting nearest to a misspelt one.
 
-    Args:
-        strategy: Class of the strategy.
-        target: Path from which users import it.
-        module: Name of the module that keeps the result as `ZeroStrategySettings`, so that a
-            composed config can be pickled.
+    Hydra and OmegaConf print `__name__` in their errors, which we cannot catch: for an unknown key,
+    a wrong type, and another strategy in the place of this one.
     """
-    hints = get_type_hints(strategy.__init__)  # type: ignore[misc]
-    settings: list[Any] = [("_target_", str, field(default=target))]
-    for name, parameter in inspect.signature(strategy).parameters.items():
-        default = parameter.default
-        if name not in _SET_BY_TRAINER and type(default) in _SIMPLE:
-            settings.append((name, _yaml_type(hints[name]), field(default=default)))
-    made = make_dataclass("ZeroStrategySettings", settings)
-    made.__module__ = module  # pickle finds the class by module and `__qualname__`
-    # Hydra and OmegaConf print `__name__` in their errors, which we cannot catch: for an unknown
-    # key, a wrong type, and another strategy in the place of this one.
-    made.__name__ = _NameWithHint("ZeroStrategySettings", [name for name, *_ in settings])
-    return made
+    settings.__name__ = _NameWithHint(settings.__name__, [f.name for f in fields(settings)])
+    return settings
 
 
 class _NameWithHint(str):
@@ -81,16 +75,6 @@ class _NameWithHint(str):
                 yield from get_close_matches(key, self.settings, n=1)
 
 
-def _yaml_type(hint: Any) -> Any:
-    """`hint` if Hydra can check it, else Any: the strategy checks such settings itself."""
-    if hint in _SIMPLE:
-        return hint
-    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else ()
-    if parts and set(parts) <= _SIMPLE:
-        return Union[tuple(parts)]  # noqa: UP007  # from a tuple
-    return Any
-
-
 def register(settings: type[Any]) -> None:
     """Registers the schema `settings` and the resolvers of the files of `conf`. Idempotent.
 
@@ -103,12 +87,14 @@ def register(settings: type[Any]) -> None:
     # the script; importing the callback's class registers the names of strategies there.
     store.store("submitted", _JOBS, _GROUP, provider="lightning_zero")
     process_resolvers = (_accelerator, _devices, _precision, _rank_suffix)
-    for resolver in (*process_resolvers, _gpus_per_node, run_name, sweep_name):
+    for resolver in (*process_resolvers, _gpus_per_node, _groups, run_name, sweep_name):
         name = f"zero.{resolver.__name__.removeprefix('_')}"
         OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
 def _accelerator() -> str:
+    import torch  # only where it is needed: `--help` and `--cfg job` compose without it
+
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -136,3 +122,13 @@ def _rank_suffix() -> str:
 def _gpus_per_node(accelerator: str | None, tasks_per_node: int) -> int | None:
     """Number of GPUs to request from SLURM: one per task if the Trainer uses GPUs, else None."""
     return tasks_per_node if accelerator in ("gpu", "cuda") else None
+
+
+def _groups() -> str:
+    """The groups of this package and their choices, one group on a line, as Hydra lists them."""
+    choices: dict[str, list[str]] = {}
+    for file in sorted(_CONF.glob("*/**/*.yaml")):
+        group = file.parent.relative_to(_CONF).as_posix()
+        if group not in _NOT_LISTED:
+            choices.setdefault(group, []).append(file.stem)
+    return "\n".join(f"{group}: {', '.join(names)}" for group, names in choices.items())

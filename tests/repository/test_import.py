@@ -2,12 +2,15 @@
 
 import ast
 import inspect
+import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 import lightning_zero
+from tests.support.pages import ROOT
 
 BEFORE_LIGHTNING = """
 import importlib, sys
@@ -72,3 +75,37 @@ def test_names_are_declared_for_type_checkers_as_they_are_imported():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="'lightning_zero' has no attribute 'ZeroStrat'"):
         _ = lightning_zero.ZeroStrat
+
+
+_SHOWN = """
+import os, runpy, sys
+sys.argv = sys.argv[1:]
+sys.path.insert(0, os.getcwd())
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    names = {"torch", "numpy", "lightning", "pytorch_lightning", "lightning_fabric"}
+    print("imported:", sorted(names & set(sys.modules)))
+"""
+
+
+@pytest.mark.default_cases("train.py---cfg", "hydra_project/train.py---help")
+@pytest.mark.parametrize("words", [("--help",), ("--cfg", "job")], ids=lambda words: words[0])
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "hydra_project/train.py"], ids=str)
+def test_help_and_settings_of_an_example_are_shown_without_torch_and_lightning(script, words):
+    path = ROOT / "examples" / script
+    done = subprocess.run(
+        [sys.executable, "-c", _SHOWN, path.name, *words],
+        cwd=path.parent,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    shown, _, imported = done.stdout.rpartition("imported: ")
+    assert imported == "[]\n"
+    if words == ("--help",):  # all groups: those of the project, and those of the package
+        for group in ("model", "zero", "offload", "trainer", "callbacks"):
+            assert re.search(rf"^{group}: \w+", shown, re.MULTILINE), group
+    else:
+        assert "_target_: lightning_zero.ZeroStrategy" in shown

@@ -276,6 +276,20 @@ def test_the_groups_of_conf_are_listed():
         assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}
 
 
+def test_the_project_on_the_page_is_the_one_in_examples():
+    project = ROOT / "examples" / "hydra_project"
+    page = f"{GUIDES}/hydra.md"
+    files = {
+        block.partition("\n")[0].removeprefix("# "): block.partition("\n")[2]
+        for block in blocks("yaml", page)
+        if block.startswith("# conf/")
+    }
+    assert set(files) == {"conf/config.yaml", "conf/model/small.yaml"}
+    for name, text in files.items():
+        assert (project / name).read_text() == text, name
+    assert (project / "train.py").read_text() in blocks("python", page)
+
+
 def test_every_option_of_the_engine_is_listed():
     from dataclasses import fields
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
+import lightning_zero.conf  # noqa: F401  # registers what the files refer to
+
 __all__ = ["CONF", "composed"]
 
 CONF = Path(__file__).parents[2] / "conf"

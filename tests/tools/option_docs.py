@@ -1,12 +1,16 @@
-"""Copies the descriptions of `ZeroConfig`'s options into the docstring of `ZeroStrategy`.
+"""Copies options: descriptions from `ZeroConfig` to `ZeroStrategy`, names from there to Hydra.
 
 `help()`, editors, the reference and LightningCLI read docstrings, some of them without running
 code. So the docstring of `ZeroStrategy` repeats the texts of `ZeroConfig`, and a test compares
-them. After a change of `ZeroConfig`:
+them. After a change of `ZeroConfig` or of the
+arguments of `ZeroStrategy`:
 
     python -m tests.tools.option_docs --write
 
 A description of `ZeroStrategy` may go on with sentences of its own, from "With the Trainer" on.
+
+Hydra's schema in `launch/options.py` repeats names, types and defaults, so that a configuration is
+composed without importing torch and Lightning.
 """
 
 from __future__ import annotations
@@ -17,9 +21,30 @@ import inspect
 import re
 import textwrap
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning_zero import ZeroConfig, ZeroStrategy
+from lightning_zero.launch import options
 
+_SIMPLE = {bool, int, float, str, NoneType}
+_SET_BY_TRAINER = {"accelerator", "parallel_devices", "cluster_environment", "precision_plugin"}
+_SCHEMA = '''"""Hydra's schema of the options of `ZeroStrategy`, without torch and Lightning.
+
+Written by `python -m tests.tools.option_docs --write`; a test compares it with `ZeroStrategy`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ZeroStrategySettings"]
+
+
+@dataclass
+class ZeroStrategySettings:
+    """Options whose default YAML can express; Any: the strategy checks the value itself."""
+
+'''
 _ADDED = "With the Trainer"
 _WIDTH = 100
 
@@ -84,16 +109,35 @@ def _entry(name: str, text: str) -> str:
     return f"{filled}\n"
 
 
+def source_of_schema() -> tuple[Path, str]:
+    """The file of Hydra's schema, and the text that it should have."""
+    hints = get_type_hints(ZeroStrategy.__init__)
+    lines = ['    _target_: str = "lightning_zero.ZeroStrategy"\n']
+    for name, parameter in inspect.signature(ZeroStrategy).parameters.items():
+        if name not in _SET_BY_TRAINER and type(parameter.default) in _SIMPLE:
+            default = repr(parameter.default).replace("'", '"')
+            lines.append(f"    {name}: {_yaml_type(hints[name])} = {default}\n")
+    return Path(options.__file__), _SCHEMA + "".join(lines)
+
+
+def _yaml_type(hint: Any) -> str:
+    """Text of `hint` if Hydra can check it, else Any: the strategy checks such settings itself."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if not set(parts) <= _SIMPLE:
+        return "Any"
+    return " | ".join("None" if part is NoneType else part.__name__ for part in parts)
+
+
 def main() -> None:
     """Compares the texts, or writes them."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="update the docstring")
+    parser.add_argument("--write", action="store_true", help="update the files")
     is_writing = parser.parse_args().write
-    path, text = source_with_descriptions()
-    if is_writing:
-        path.write_text(text)
-    elif text != path.read_text():
-        raise SystemExit(f"{path} differs from ZeroConfig; run with --write")
+    for path, text in (source_with_descriptions(), source_of_schema()):
+        if is_writing:
+            path.write_text(text)
+        elif text != path.read_text():
+            raise SystemExit(f"{path} differs from ZeroConfig or ZeroStrategy; run with --write")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,13 @@ import re
 import pytest
 
 from lightning_zero import ZeroConfig, ZeroStrategy
-from tests.tools.option_docs import arguments, descriptions, expected, source_with_descriptions
+from tests.tools.option_docs import (
+    arguments,
+    descriptions,
+    expected,
+    source_of_schema,
+    source_with_descriptions,
+)
 
 _MIN_LETTERS = 20
 
@@ -21,6 +27,11 @@ def test_options_are_described_as_in_zero_config():
     shared = descriptions(ZeroConfig.__doc__, "Attributes")
     for name, description in descriptions(ZeroStrategy.__doc__, "Args").items():
         assert description.startswith(shared.get(name, "")), f"{name}: {message}"
+
+
+def test_hydras_schema_has_the_options_of_the_strategy():
+    path, text = source_of_schema()
+    assert path.read_text() == text, "run `python -m tests.tools.option_docs --write`"
 
 
 def test_every_argument_has_a_description_in_the_order_of_the_signature():
