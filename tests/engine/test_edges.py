@@ -685,20 +685,20 @@ def _train_complex(rank, world_size):
         refused = Complex(is_split=False)
         with pytest.raises(ValueError, match=r"Parameter w is complex .*complex64.*view_as_real"):
             Engine(refused, [torch.optim.SGD(refused.parameters(), 0.1)], ZeroConfig(stage=stage))
-        split, whole = Complex(is_split=True), Complex(is_split=False)
+        split, joined = Complex(is_split=True), Complex(is_split=False)
         if rank:
             split.phase.zero_()  # the engine copies rank 0's
-        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (split, whole)]
+        optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (split, joined)]
         engine = Engine(split, optimizers[:1], ZeroConfig(stage=stage))
         xs = torch.randn(2, world_size, 4)
         for x in xs:
             engine.backward(split(x[rank]))
-            (sum(whole(each) for each in x) / world_size).backward()
+            (sum(joined(each) for each in x) / world_size).backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
         engine.close()
-        torch.testing.assert_close(torch.view_as_complex(split.w.detach()), whole.w.detach())
+        torch.testing.assert_close(torch.view_as_complex(split.w.detach()), joined.w.detach())
 
 
 def test_complex_parameters_are_refused_and_train_as_real_and_imaginary_parts():
