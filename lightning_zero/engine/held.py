@@ -5,6 +5,7 @@ See [Note: Tensors that outlive their engine] in tensors/live.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -27,25 +28,44 @@ def unshard_held(live: LiveTensors, comm: Communicator, device: torch.device) ->
     """
     held = _held(live)
     own: dict[Key, Tensor] = {}
-    for key, tensor in held.items():
-        with suppress(RuntimeError, OSError):  # a view of a state whose file is deleted
-            own[key] = tensor.local
-    known = [(key, live.history(key[0])) for key in own]
-    by_rank = comm.control.gather_objects(known)
-    common = sorted(key for key, _ in set(by_rank[0]).intersection(*by_rank[1:]))
-    shards = {id(held[key].shard): held[key] for key in common}
-    if not _fit_in_memory(list(shards.values()), comm, device):
-        _lose(held, "the full tensors take more than half of the free CPU memory")
-        return
+    reason = "an error interrupted the end of the engine"
+    try:
+        for key, tensor in held.items():
+            with suppress(RuntimeError, OSError):  # a view of a state whose file is deleted
+                own[key] = tensor.local
+        known = [(key, live.history(key[0])) for key in own]
+        by_rank = comm.control.gather_objects(known)
+        common = sorted(key for key, _ in set(by_rank[0]).intersection(*by_rank[1:]))
+        shards = {id(held[key].shard): held[key] for key in common}
+        if _fit_in_memory(list(shards.values()), comm, device):
+            _swap_for_full(held, own, common, device)
+            reason = "some rank does not hold it, or has created other tensors of this parameter"
+        else:
+            reason = "the full tensors take more than half of the free CPU memory"
+    finally:
+        _lose({key: tensor for key, tensor in held.items() if key in own}, reason)
+        _lose({k: t for k, t in held.items() if k not in own}, "its values were not kept")
+
+
+def _swap_for_full(
+    held: dict[Key, ShardedTensor],
+    own: dict[Key, Tensor],
+    common: Sequence[Key],
+    device: torch.device,
+) -> None:
+    """Makes the `common` tensors plain full ones, and removes them from `held`. Collective.
+
+    `own`: this rank's elements.
+    """
     full: dict[int, Tensor] = {}  # by shard
     for key in reversed(common):  # views first: they refer to their base, which is older
-        tensor = held.pop(key)
+        tensor = held[key]
         shard = id(tensor.shard)
         if shard not in full:
             gathered = tensor.spec.all_gather(own[key], tensor.call_of("full_tensor"))
             full[shard] = gathered.to(device, copy=True)
+        del held[key]
         _swap(tensor, full[shard].view(tensor.shape))
-    _lose(held, "some rank does not hold it, or has created other tensors of this parameter")
 
 
 def lose_held(live: LiveTensors, reason: str) -> None:

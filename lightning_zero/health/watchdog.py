@@ -556,6 +556,8 @@ class Watchdog:
             is_too_long = waited_s > _END_CONFIRM_S and not wait.is_one_way
             if wait.needs(rank) and (wait.has_failed or is_too_long):
                 self._record_death(rank, f"rank {rank} {end}")
+                if end == describe_exit(0):  # ranks on other nodes do not know
+                    self._append({"kind": "dead", "rank": rank, "text": f"rank {rank} {end}"})
         if self._store_lost_at is not None and now - self._store_lost_at > _STORE_CONFIRM_S:
             self._record_death(0, "rank 0, or the launcher that held the ranks' store, has died")
 
