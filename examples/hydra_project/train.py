@@ -1,9 +1,9 @@
-"""A Hydra project that takes all groups but model and data from `pkg://lightning_zero.conf`.
+"""A Hydra project: all groups but `model` are those of `pkg://lightning_zero.conf`.
 
-    cd examples/hydra_project && python train.py model=large zero=stage2 offload=cpu_optimizer
+    python train.py model=large zero=stage2 offload=cpu_optimizer
 
-`--help` lists all groups, and `--cfg job` prints all settings. Copy the folder: it needs no other
-file of this repository.
+`--help` lists all groups, and `--cfg job` prints all settings. Copy the folder: it
+needs no other file of this repository.
 """
 
 import hydra
@@ -15,7 +15,7 @@ from lightning_zero.conf import make_trainer, optimized_metric
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> float | None:
-    import lightning.pytorch as pl  # not for --help and --cfg job: it takes seconds
+    import lightning.pytorch as pl  # takes seconds: not for --help and --cfg job
 
     pl.seed_everything(config.seed, workers=True)
     trainer = make_trainer(config)

@@ -1,4 +1,4 @@
-"""Memory of each rank by stage, measured, beside the formula; draws the README's picture.
+"""Memory of each rank by stage, measured, beside the formula; draws the picture of the first page.
 
     python tests/benchmarks/memory_by_stage.py
     python tests/benchmarks/memory_by_stage.py --precision bf16 --picture bf16.png

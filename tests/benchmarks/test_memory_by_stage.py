@@ -1,4 +1,4 @@
-"""The command that draws the README's picture."""
+"""The command that draws the picture of the first page."""
 
 import pytest
 

@@ -32,5 +32,5 @@ def test_the_links_of_the_readme_become_absolute_for_the_index(tmp_path):
     targets = re.findall(r"\]\(([^)]*)\)", found)
     assert len(targets) == len(re.findall(r"\]\(([^)]*)\)", readme))
     assert all(target.startswith(("https://", "#")) for target in targets), targets
-    assert "/raw/v0.1.0/tests/benchmarks/memory_by_stage.png" in found
+    assert "/raw/v0.1.0/docs/trace.png" in found
     assert "/blob/v0.1.0/docs/quickstart.md" in found
