@@ -106,7 +106,9 @@ def test_runs_resume_from_every_form_with_other_stages_and_world_sizes(tmp_path,
         _weights(f"{path}-middle")
         source = str(path)
     ours = _weights(source)
-    run_ranks(1, _train, "auto", tmp_path / "reference", None, epoch, options, has_group=False)
+    # Optimizers of a bfloat16 module step float32 parameters here, but not in one process.
+    spec = "auto" if precision == "32-true" else settings(1)
+    run_ranks(1, _train, spec, tmp_path / "reference", None, epoch, options, has_group=False)
     reference = _weights(str(tmp_path / "reference"))
     assert ours.keys() == reference.keys()
     tolerance = 1e-6 if precision == "32-true" else 2e-2
