@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.torch_file import no_progress, write_torch_file
@@ -131,6 +131,10 @@ def test_tied_weights_are_stored_once_and_have_both_names(first, checkpoint, tmp
     fresh = Tied()
     assert safetensors.torch.load_model(fresh, out) == (set(), [])
     assert_equal(fresh.state_dict(), checkpoint["state_dict"])
+    untied = Tied()
+    untied.head.weight = nn.Parameter(torch.zeros(10, 4))
+    load_weights(untied, out)
+    assert_equal(untied.state_dict(), checkpoint["state_dict"])
     again = export(open_checkpoint(out), "ckpt", tmp_path / "again.ckpt")["state_dict"]
     assert again["head.weight"].data_ptr() == again["embedding.weight"].data_ptr()
 
