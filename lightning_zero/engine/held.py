@@ -33,9 +33,12 @@ def unshard_held(live: LiveTensors, comm: Communicator, device: torch.device) ->
         for key, tensor in held.items():
             with suppress(RuntimeError, OSError):  # a view of a state whose file is deleted
                 own[key] = tensor.local
-        known = [(key, live.history(key[0])) for key in own]
+        first: dict[int, Key] = {}  # tensor with each shard; which share one must be agreed, too
+        for key in sorted(own):
+            first.setdefault(id(held[key].shard), key)
+        known = [(key, live.history(key[0]), first[id(held[key].shard)]) for key in own]
         by_rank = comm.control.gather_objects(known)
-        common = sorted(key for key, _ in set(by_rank[0]).intersection(*by_rank[1:]))
+        common = sorted(key for key, *_ in set(by_rank[0]).intersection(*by_rank[1:]))
         shards = {id(held[key].shard): held[key] for key in common}
         if _fit_in_memory(list(shards.values()), comm, device):
             _swap_for_full(held, own, common, device)

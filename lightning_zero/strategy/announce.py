@@ -68,7 +68,7 @@ def _line(engine: Engine, with_ddp: int, num_micro_batches: int) -> str:
     by_tier = ranks.by_rank[ranks.largest].tiers
     held = {tier: sum(by_state[state] for state in states) for tier, by_state in by_tier.items()}
     held = {tier: nbytes for tier, nbytes in held.items() if nbytes}
-    unit, size = byte_unit(max(with_ddp, *held.values()))
+    unit, size = byte_unit(max((with_ddp, *held.values())))
     amounts = {tier: f"{nbytes / size:.1f}" for tier, nbytes in held.items()}
     parts = [f"{text} {_TIER_NAMES[tier]}" for tier, text in amounts.items() if text != "0.0"]
     places = f" ({', '.join(parts)})" if set(held) != {Tier.DEVICE} else ""

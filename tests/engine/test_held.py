@@ -125,7 +125,25 @@ def _abort(rank, world_size):
     assert "a rank failed" in _errors(held)[0]
 
 
-CASES = (_share_memory, _hold_nothing, _hold_some, _drop, _leave_no_memory, _abort)
+def _share_on_one_rank(rank, world_size):
+    module, _, engine = _trained(rank, 3)
+    held = module.gpt.head.weight.detach().clone()
+    other = held.clone() if rank else held.detach()
+    engine.close()
+    assert type(held) is torch.Tensor
+    with pytest.raises(RuntimeError, match="some rank does not hold it"):
+        other.sum()
+
+
+CASES = (
+    _share_memory,
+    _share_on_one_rank,
+    _hold_nothing,
+    _hold_some,
+    _drop,
+    _leave_no_memory,
+    _abort,
+)
 
 
 def _run_cases(rank, world_size):
