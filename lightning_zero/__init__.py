@@ -22,7 +22,7 @@ Packages, each of which imports only from those above it; the docstring of each 
     launch        processes, SLURM and Hydra
     strategy      the strategy of Lightning's Trainer; begin here, or with `core`
     fabric        the strategy of Lightning's Fabric
-    observe       monitor, audit, reports and plots
+    observe       monitor, fingerprints, reports and plots
     conf, cli     configuration groups of Hydra; the command `lightning-zero`
 """
 

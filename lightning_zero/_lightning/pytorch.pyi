@@ -27,7 +27,6 @@ from lightning.pytorch.callbacks.throughput_monitor import (
 )
 from lightning.pytorch.core.optimizer import (
     LightningOptimizer as LightningOptimizer,
-    _init_optimizers_and_lr_schedulers as _init_optimizers_and_lr_schedulers,
     _MockOptimizer as _MockOptimizer,
 )
 from lightning.pytorch.core.saving import (
@@ -50,6 +49,7 @@ from lightning.pytorch.plugins.precision import (
 )
 from lightning.pytorch.strategies import (
     ParallelStrategy as ParallelStrategy,
+    DDPStrategy as DDPStrategy,
     SingleDeviceStrategy as SingleDeviceStrategy,
     Strategy as Strategy,
     StrategyRegistry as StrategyRegistry,
@@ -70,8 +70,6 @@ from lightning.pytorch.trainer.states import (
 )
 from lightning.pytorch.utilities import (
     GradClipAlgorithmType as GradClipAlgorithmType,
-    rank_zero_info as rank_zero_info,
-    rank_zero_warn as rank_zero_warn,
 )
 from lightning.pytorch.utilities.data import _extract_batch_size as _extract_batch_size
 from lightning.pytorch.utilities.exceptions import (
@@ -80,7 +78,4 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint as migrate_checkpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden as is_overridden
-from lightning.pytorch.utilities.signature_utils import (
-    is_param_in_hook_signature as is_param_in_hook_signature,
-)
 from lightning.pytorch.utilities.types import STEP_OUTPUT as STEP_OUTPUT

@@ -1,8 +1,7 @@
 """The command `lightning-zero`: one module for each subcommand, imported when it runs.
 
 May import every package; no package imports it. `options` declares all arguments without torch, so
-that `--help` and usage errors take no time. `plan_result` prints the result of `plan`; `rates`
-reads and writes files of measured bandwidths.
+that `--help` and usage errors take no time. `plan_result` prints the result of `plan`.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, shows traces of steps and results of sweeps, inspects and exports "
-        "checkpoints, and measures disks and links.",
+        description="Plans jobs, compares runs, shows traces of steps and results of sweeps, "
+        "inspects and exports checkpoints.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)

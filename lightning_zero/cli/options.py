@@ -28,11 +28,9 @@ _Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_commands(subparsers: _Subparsers) -> None:
     """Adds all commands in alphabetical order."""
     for add in (
-        _add_audit,
-        _add_comm_bench,
+        _add_compare,
         _add_export,
         _add_inspect,
-        _add_io_bench,
         _add_plan,
         _add_sweep,
         _add_trace,
@@ -76,81 +74,22 @@ _rate = _number("GB per second such as 25")
 _positive = _count("an integer of at least 1")
 _TRUST = "unpickle any class; use only with files that you trust"
 
-# -------------------------------------------------------------------- comm-bench, io-bench
-
-_COMM_BENCH = (
-    "Times all-gather, reduce-scatter and all-reduce as training runs them, over NCCL or gloo, and "
-    "prints the flags for `lightning-zero plan`. Without a launcher it starts one rank per GPU, or "
-    "two on the CPU; under torchrun or srun it measures their ranks."
-)
+# -------------------------------------------------------------------- compare, export, inspect
 
 
-def _add_comm_bench(subparsers: _Subparsers) -> None:
+def _add_compare(subparsers: _Subparsers) -> None:
     add = subparsers.add_parser(
-        "comm-bench", help="measure the bandwidth between ranks", description=_COMM_BENCH
-    ).add_argument
-    ranks = _count("at least 2 ranks", least=2)
-    add("--devices", type=ranks, metavar="N", help="number of ranks to start on this node")
-    add("--on-cpu", action="store_true", help="measure gloo between CPU processes")
-    add(
-        "--sizes",
-        type=_bytes,
-        nargs="+",
-        default=[2**20, 2**22, 2**24, 2**26],
-        metavar="SIZE",
-        help="sizes of the unsharded tensors (default: 1MiB 4MiB 16MiB 64MiB)",
-    )
-    add(
-        "--seconds",
-        type=_seconds,
-        default=0.3,
-        help="duration of each measurement in seconds (default: %(default)s)",
-    )
-    add(
-        "--timeout",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="seconds after which waiting for another rank fails (default: %(default)s)",
-    )
-    add("--rates", type=Path, metavar="FILE", help="write the rate to FILE, for plan")
-    add("--json", action="store_true", help="print JSON only")
-
-
-def _add_io_bench(subparsers: _Subparsers) -> None:
-    add = subparsers.add_parser(
-        "io-bench",
-        help="measure a disk as NVMe tier",
-        description="Measures a disk as the NVMe tier uses it, and prints the settings to use. "
-        "The test file is always deleted.",
-    ).add_argument
-    add("path", type=Path, help="directory on the disk, as in nvme_path")
-    add("--size", type=_bytes, default="4GiB", help="size of the test file (default: %(default)s)")
-    add(
-        "--seconds",
-        type=_seconds,
-        default=1.0,
-        help="duration of each measurement in seconds (default: %(default)s)",
-    )
-    add("--rates", type=Path, metavar="FILE", help="write the rate to FILE, for plan")
-    add("--json", action="store_true", help="print JSON only")
-
-
-# -------------------------------------------------------------------- audit, export, inspect
-
-
-def _add_audit(subparsers: _Subparsers) -> None:
-    add = subparsers.add_parser(
-        "audit",
-        help="check the values of a checkpoint",
-        description="Reads all of a checkpoint of any format and checks its checksums, that all "
-        "values are finite, that parameters are their rounded main parameters, and that all "
-        "parameters of an optimizer have the same step count. The exit status is 1 if anything is "
-        "wrong. Parameters that were frozen for some time have fewer steps.",
+        "compare",
+        help="name the first step and parameter in which two runs differ",
+        description="Compares what the callback Fingerprints wrote in two runs, of any strategies, "
+        "stages and numbers of ranks. The exit status is 1 if they differ.",
         allow_abbrev=False,
     ).add_argument
-    add("checkpoint", metavar="CHECKPOINT", help="path, or address such as s3://bucket/run")
-    add("--trust", action="store_true", help="load any class that the checkpoint contains")
+    what = "directory of a run, or its fingerprints.jsonl"
+    add("first", metavar="RUN_A", help=what)
+    add("second", metavar="RUN_B", help=what)
+    rtol = "largest difference of a norm or a sum, relative to the norm (default: equal bits)"
+    add("--rtol", type=_number("a number above 0"), metavar="RTOL", help=rtol)
 
 
 _EXPORT = """\
@@ -237,9 +176,9 @@ examples:
     trainer.devices=8
 """
 _RATES = {
-    "link": "bandwidth between ranks, per rank, as measured by comm-bench",
+    "link": "bandwidth between ranks, per rank",
     "cpu-link": "bandwidth between device and CPU memory, per rank",
-    "io": "bandwidth of a node's disk, as measured by io-bench (mixed)",
+    "io": "bandwidth of a node's disk, reading and writing at once",
     "memory": "bandwidth of a node's CPU memory, for optimizer steps on the CPU",
 }
 
@@ -325,7 +264,6 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add("--on-cpu", action="store_true", help="the device is the CPU")
     for name, description in _RATES.items():
         add(f"--{name}-gb-per-s", type=_rate, metavar="RATE", help=description)
-    add("--rates", type=Path, metavar="FILE", help="rates written by comm-bench and io-bench")
 
 
 # -------------------------------------------------------------------- sweep and trace

@@ -30,7 +30,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import lightning_zero.conf  # noqa: F401  # registers the schemas that its files refer to
 from lightning_zero.cli.options import PRECISIONS
 from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
-from lightning_zero.cli.rates import NAMES, read_rates
 from lightning_zero.core.recompute import find_checkpointed, outermost
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
@@ -60,6 +59,13 @@ from lightning_zero.tensors.ties import tie_shared
 __all__ = ["Source", "source_from_arguments", "run"]
 
 _SHORT_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
+# Attribute of the planner's `Rates` by argument; a GB is 10^9 bytes.
+_RATES = {
+    "link_gb_per_s": "link",
+    "cpu_link_gb_per_s": "cpu_link",
+    "io_gb_per_s": "nvme",
+    "memory_gb_per_s": "memory",
+}
 _CONF = Path(__file__).parents[1] / "conf"
 
 
@@ -135,8 +141,7 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
     if args.on_cpu and device_bytes is None and args.host_memory is not None:
         device_bytes = args.host_memory // per_node
     # The command line overrides the file, the file overrides the defaults.
-    rates = read_rates(args.rates) if args.rates is not None else {}
-    rates |= {name: rate for name in NAMES if (rate := getattr(args, name)) is not None}
+    rates = {name: rate for name in _RATES if (rate := getattr(args, name)) is not None}
     return Machine(
         num_ranks,
         per_node,
@@ -144,7 +149,7 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
         args.host_memory,
         args.disk,
         has_device_memory=not args.on_cpu,
-        rates=replace(Rates(), **{NAMES[name]: rate * 1e9 for name, rate in rates.items()}),
+        rates=replace(Rates(), **{_RATES[name]: rate * 1e9 for name, rate in rates.items()}),
     )
 
 

@@ -316,7 +316,7 @@ def _assumptions(
         f"Transfers and optimizer steps on the CPU take from the first time, if all overlap, to "
         f"the second, if none does: at {link:g} GB/s between ranks, {cpu_link:g} GB/s between "
         f"device and CPU, {disk:g} GB/s of disk and {memory:g} GB/s of CPU memory. Set other rates "
-        "with --rates."
+        "with --link-gb-per-s."
     )
     yield (
         f"Saving a full checkpoint needs {format_bytes(summary['full_checkpoint_bytes'])} of CPU "

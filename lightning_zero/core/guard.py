@@ -6,8 +6,8 @@ looks at its own gradients of a bucket before it sends them.
 [Note: When ranks learn of a non-finite gradient] A rank looks at each element: one sum per
 parameter on a CPU, one maximum on a device. Only where that is not finite does a CPU
 count elements. The round that ends every backward (`CollectiveOrder.finalize_backward`) carries one
-byte more, "this rank has found something". If any rank has, all ranks exchange what they found and
-their losses, after the reductions of this backward. So a report costs an exchange, and its absence
+byte more, "this rank has found something". If any rank has, all ranks exchange what they
+found, after the reductions of this backward. So a report costs an exchange, and its absence
 costs nothing but the look.
 
 A step ends with the step of an optimizer, or when its gradients are zeroed without one, as after
@@ -32,7 +32,7 @@ from __future__ import annotations
 import cmath
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -56,6 +56,7 @@ __all__ = [
 
 _MAX_LINES = 8  # parameters that a message names
 _LARGE_NUMEL = 2**20  # elements of a gradient for which a call of its own is faster on a device
+_MAX_SKIPS = 10  # in a row of one optimizer
 _MAX_SENT = 64  # parameters that a rank names; a NaN in the loss makes every gradient one
 
 
@@ -109,26 +110,19 @@ class NonfiniteReport:
         step: Number of the first step, from 0, or from where a run has resumed.
         found: Non-finite gradients, in order; a parameter is listed once per rank and step. At most
             64 of each rank.
-        losses: Loss of the first of their micro-batches, by rank; None: not known to the engine.
         num_more: Non-finite gradients that `found` leaves out.
-        age: Backwards since the first of them; 0: it is of the last backward.
         is_current: Whether the first of them is of the step of the last backward.
     """
 
     step: int
     found: tuple[NonfiniteGradient, ...]
-    losses: tuple[float | None, ...]
     num_more: int
-    age: int
     is_current: bool
 
     def __str__(self) -> str:
         lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
         if num_more := len(self.found) - len(lines) + self.num_more:
             lines.append(f"  and {num_more} more")
-        losses = ", ".join("unknown" if one is None else f"{one:.6g}" for one in self.losses)
-        micro_batch = self.found[0].micro_batch
-        lines.append(f"  loss of micro-batch {micro_batch}, by rank: {losses}")
         return f"non-finite gradients in step {self.step}, before their reduction:\n" + "\n".join(
             lines
         )
@@ -159,10 +153,9 @@ class _Copy(NamedTuple):
 
 
 class _OwnReport(NamedTuple):
-    """What one rank has found; an age counts the backwards since."""
+    """What one rank has found."""
 
-    found: list[tuple[int, NonfiniteGradient]]  # with their ages
-    losses: dict[int, float | None]  # by age
+    found: list[NonfiniteGradient]
     num_more: int
     step: int  # of the last backward
 
@@ -185,37 +178,21 @@ class NonfiniteGuard:
         self.skips_step = False
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
-        self._max_skips = config.max_skips
         self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
         # First backward of each of the last steps. Until all ranks have agreed, a step begins only
         # as far as this rank knows.
         self._starts: list[int] = []
         self._first_step = 0  # number of the step that begins with the first of them
         self._num_agreed = 0  # of them
-        self._next_loss: Tensor | float | None = None  # of the backward that begins next
-        self._losses: dict[int, Tensor | float | None] = {}  # by backward
         self._has_scaler = False
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
         self._found: list[_Found] = []  # not reported yet
         self._named: set[tuple[int, str]] = set()  # parameters found, with the start of their step
-        self._listeners: list[Callable[[NonfiniteReport], None]] = []
 
-    def add_listener(self, listener: Callable[[NonfiniteReport], None]) -> None:
-        """Calls `listener` with each report, before an error is raised. Local.
-
-        All ranks call theirs, after the backward: a listener may run collectives.
-        """
-        if listener not in self._listeners:
-            self._listeners.append(listener)
-
-    def note_loss(self, loss: Tensor | None, *, has_scaler: bool) -> None:
-        """Notes the loss of the next backward. Local.
-
-        `has_scaler`: a loss scaler skips steps with infinite gradients, which only warn then.
-        """
-        self._next_loss = None if self.policy is None else _value_of(loss)
+    def use_scaler(self, has_scaler: bool) -> None:
+        """Whether a loss scaler skips steps with infinite gradients, which only warn then."""
         self._has_scaler = has_scaler
 
     def begin_at(self, step: int) -> None:
@@ -229,14 +206,7 @@ class NonfiniteGuard:
         """
         if is_new_step or not self._starts:
             self._starts.append(self.num_backwards)
-        self._losses[self.num_backwards] = self._next_loss
-        self._next_loss = None
         self.num_backwards += 1
-
-    @property
-    def oldest_backward(self) -> int:
-        """Number of the oldest backward that a report may name, from 0."""
-        return self._starts[0] if self._starts else 0
 
     @property
     def decides(self) -> bool:
@@ -359,9 +329,7 @@ class NonfiniteGuard:
         if num_dropped:
             del self._starts[:num_dropped]
             self._first_step += num_dropped
-            oldest_backward = self.oldest_backward
-            self._losses = {key: v for key, v in self._losses.items() if key >= oldest_backward}
-            self._named = {key for key in self._named if key[0] >= oldest_backward}
+            self._named = {key for key in self._named if key[0] >= self._starts[0]}
 
     def _has_found(self, *, ends_step: bool) -> bool:
         """Whether this rank has found something that is not reported yet."""
@@ -379,30 +347,20 @@ class NonfiniteGuard:
         """
         self._copy_maxima()
         self._receive(waits=True)
-        last = self.num_backwards - 1
-        # Ranks may have numbered backwards differently after an exception; ages are the same.
-        losses = {
-            last - backward: None if loss is None else float(loss)
-            for backward, loss in self._losses.items()
-        }
         found, self._found = self._found, []
         own = _OwnReport(
-            [(last - one.look.backward, self._describe(one)) for one in found[:_MAX_SENT]],
-            losses,
+            [self._describe(gradient) for gradient in found[:_MAX_SENT]],
             len(found[_MAX_SENT:]),
             self._first_step + len(self._starts) - 1,
         )
         by_rank: list[_OwnReport] = self._control.gather_objects(own)
-        everything = [pair for one in by_rank for pair in one.found]
-        everything.sort(key=lambda pair: (-pair[0], pair[1].rank))
-        are_current = [one.step == by_rank[one.rank].step for _, one in everything]
-        age, first = everything[0]
+        gradients = [gradient for report in by_rank for gradient in report.found]
+        gradients.sort(key=lambda found: (found.step, found.micro_batch, found.rank))
+        are_current = [found.step == by_rank[found.rank].step for found in gradients]
         report = NonfiniteReport(
-            first.step,
-            tuple(one for _, one in everything),
-            tuple(one.losses.get(age) for one in by_rank),
-            sum(one.num_more for one in by_rank),
-            age,
+            gradients[0].step,
+            tuple(gradients),
+            sum(report.num_more for report in by_rank),
             are_current[0],
         )
         self.last_report = report
@@ -415,11 +373,7 @@ class NonfiniteGuard:
             self.num_skipped += not self.skips_step
             self.skips_step = True
             text += f"\nThis step is skipped ({self.num_skipped} so far)."
-        try:
-            for listener in list(self._listeners):
-                listener(report)
-        finally:
-            self._raise_or_warn(text)
+        self._raise_or_warn(text)
 
     def finish(self) -> None:
         """Reports what is not reported yet, as the last backward on a device. Collective.
@@ -454,15 +408,15 @@ class NonfiniteGuard:
         """Whether the step of `optimizer` that begins now is skipped. Local.
 
         Raises:
-            NonfiniteGradientError: More than `max_skips` of its steps in a row would be.
+            NonfiniteGradientError: More than 10 of its steps in a row would be.
         """
         if not self.skips_step:
             self._num_in_a_row.pop(optimizer, None)
             return False
         number = self._num_in_a_row[optimizer] = self._num_in_a_row.get(optimizer, 0) + 1
-        if number > self._max_skips:
+        if number > _MAX_SKIPS:
             raise NonfiniteGradientError(
-                f"{self.last_report}\nMore than max_skips={self._max_skips} steps in a row of "
+                f"{self.last_report}\nMore than {_MAX_SKIPS} steps in a row of "
                 f"{type(optimizer).__name__} had non-finite gradients: training does not recover. "
                 "Its parameters and states are those before the first of them."
             )
@@ -494,11 +448,3 @@ def _maxima(grads: Sequence[Tensor]) -> list[Tensor]:
         else torch.linalg.vector_norm(grad, torch.inf, dtype=dtype)
         for grad in grads
     ]
-
-
-def _value_of(loss: Tensor | None) -> Tensor | float | None:
-    """Value of `loss`; on a device the tensor, for which the host does not wait."""
-    if loss is None or loss.numel() != 1 or loss.is_complex():
-        return None
-    value = loss.detach()
-    return float(value) if value.device.type == "cpu" else value

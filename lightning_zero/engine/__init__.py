@@ -7,7 +7,6 @@
     held          sharded tensors that users hold when the engine closes
     offloaded     what is moved to CPU memory while generation needs the device
     counting      bytes held, for `memory_report`
-    fingerprints  fingerprints of what several ranks hold, compared between them
     consistency   descriptions that must be the same on every rank
 
 Begin with `engine`.

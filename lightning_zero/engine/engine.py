@@ -258,21 +258,20 @@ class Engine:
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Runs `loss.backward(...)` and averages gradients over ranks. Collective."""
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
-        with self.backward_context(retain_graph=retain_graph, loss=loss):
+        with self.backward_context(retain_graph=retain_graph):
             loss.backward(*args, **kwargs)
 
     def backward_context(
-        self, *, retain_graph: bool = False, loss: Tensor | None = None, has_scaler: bool = False
+        self, *, retain_graph: bool = False, has_scaler: bool = False
     ) -> AbstractContextManager[None]:
         """Context for a backward that the caller runs itself.
 
         Args:
             retain_graph: Whether another backward through the same graph follows.
-            loss: Loss for reports of non-finite gradients. None: they leave it out.
             has_scaler: Whether a loss scaler skips steps with non-finite gradients, so that
                 `on_nonfinite` only reports them.
         """
-        self.guard.note_loss(loss, has_scaler=has_scaler)
+        self.guard.use_scaler(has_scaler)
         self._hooks.run_last()
         reduces = not self.coordinator.is_accumulating
         if reduces:

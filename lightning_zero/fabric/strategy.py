@@ -334,7 +334,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             for engine in engines_in_graph(tensor, self._engines):
                 context = engine.backward_context(
                     retain_graph=retain_graph,
-                    loss=tensor,
                     has_scaler=getattr(self.precision, "scaler", None) is not None,
                 )
                 contexts.enter_context(context)

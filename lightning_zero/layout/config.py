@@ -54,7 +54,7 @@ _MODULES = {
     "activation_checkpointing": "True, False, classes of modules, class names, or names or "
     "patterns of modules",
 }
-MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold", "max_skips")
+MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 ON_NONFINITE = ("warn", "stop", "skip", None)
 
 
@@ -185,9 +185,8 @@ class ZeroConfig:
         on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
             infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
-            or left out ("skip"). None: gradients are not looked at. All stages.
-        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which one
-            more is an error. Needs `on_nonfinite="skip"`.
+            or left out ("skip"; after 10 in a row of one optimizer, one more is an error). None:
+            gradients are not looked at. All stages.
 
     Raises:
         ValueError: A value is out of range, or an option does not apply in this stage.
@@ -215,7 +214,6 @@ class ZeroConfig:
     overlap_step: bool = False
     sharding_group_size: int | str | None = None
     on_nonfinite: str | None = "warn"
-    max_skips: int = 10
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -229,11 +227,6 @@ class ZeroConfig:
                     f"{name} needs {need.stages}, got stage {self.stage}, {need.otherwise}; use "
                     f"{need.remedy}, or leave {name} out."
                 )
-        if self.max_skips != _DEFAULTS["max_skips"] and self.on_nonfinite != "skip":
-            raise ValueError(
-                f'max_skips needs on_nonfinite="skip", got {self.on_nonfinite!r}, with which no '
-                'step is skipped; use on_nonfinite="skip", or leave max_skips out.'
-            )
 
     def group_size(self, *, local_world_size: int) -> int | None:
         """Ranks of a shard group; None: all ranks.
@@ -313,14 +306,6 @@ def _check_size(name: str, value: object) -> int:
     return as_integer(name, value, least=0 if name in MAY_BE_ZERO else 1)
 
 
-def _check_steps(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be a number of steps such as 10, got {value!r}.")
-    if value < 0:
-        raise ValueError(f"{name} must be at least 0 steps, got {value}.")
-    return value
-
-
 def _check_group_size(_: str, value: object) -> int | str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -390,7 +375,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "offload_param": OffloadConfig.of,
     "sharding_group_size": _check_group_size,
     "on_nonfinite": _check_reaction,
-    "max_skips": _check_steps,
 }
 
 

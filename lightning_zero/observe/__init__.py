@@ -6,10 +6,7 @@ Imports `record`, `layout`, `checkpoint` and `strategy`. The only package that i
     windows     which steps of a fit are recorded, and where a recording begins and ends
     metrics     metrics of a recorded step, and throughput between two of them
     report      `MemoryTable`, and the report at the end of a job
-    audit       `Audit`: compares the ranks, and the engine with plain data parallel
-    replica     the plain replica of that comparison
-    nonfinite_trace  `NonfiniteTrace`: computes a micro-batch with a NaN again
-    first_nonfinite  the module in which values become non-finite
+    fingerprints  `Fingerprints`: writes a run down, to be compared with another one
     progress    `ProgressLines`, progress as lines of text
     tables      text in columns, fitted to the width of the terminal
     recordings  files of recordings, and traces in the Trace Event Format for Perfetto

@@ -50,7 +50,6 @@ from lightning_zero.strategy.averages import Averages, check_restorable
 from lightning_zero.strategy.engine_strategy import REGROUP_TIMEOUT, EngineStrategy, run_state
 from lightning_zero.strategy.finite import (
     NONFINITE_KEY,
-    FiniteCheckpoints,
     find_nonfinite_parameters,
 )
 from lightning_zero.strategy.loading import is_download
@@ -91,12 +90,9 @@ class CheckpointStrategy(EngineStrategy):
         self._saving = Saving(checkpoint, is_async=async_save)
         self._saving.check(checkpoint_io)
         super().__init__(settings, checkpoint_io=checkpoint_io, **of_engine)
-        self._finite = FiniteCheckpoints()
         self._rank_state = RankState()
         # From one set-up to the next, even of another Trainer: a save may follow a run.
         self._trainer_patches = Patches()
-        self.last_checkpoint: str | None = None  # path of the last save in this process
-        self.num_saves = 0  # in this process
 
     @property
     @override
@@ -281,8 +277,6 @@ class CheckpointStrategy(EngineStrategy):
             )
             return
         filepath = self.broadcast(filepath)  # ranks may format different metrics into file names
-        self.last_checkpoint = str(filepath)
-        self.num_saves += 1
         if self._engine is not None:
             replace_sharded_parameters(checkpoint, [self._engine])
             self._mark_nonfinite(checkpoint, str(filepath), self._engine)
@@ -303,16 +297,14 @@ class CheckpointStrategy(EngineStrategy):
             self._save_full(checkpoint, filepath, storage_options)
 
     def _mark_nonfinite(self, checkpoint: dict[str, Any], path: str, engine: Engine) -> None:
-        """Marks a checkpoint with non-finite parameters, and keeps the last finite one."""
+        """Warns of non-finite parameters and marks the checkpoint with them. Collective."""
         if engine.config.on_nonfinite is None:
             return
         names = find_nonfinite_parameters(engine)
         if names:
-            self.finish_saving(warns=True)  # the checkpoint in flight may be moved
-            note = checkpoint.setdefault(METADATA_KEY, {})
-            note[NONFINITE_KEY] = names
-        is_movable = not self._uses_io_only(path)
-        self._finite.prepare(path, names, self.run_on_rank_zero, is_movable=is_movable)
+            checkpoint.setdefault(METADATA_KEY, {})[NONFINITE_KEY] = names
+            others = f" and {len(names) - 1} other parameters" if names[1:] else ""
+            rank_zero_warn(f"{path} is saved with non-finite values in {names[0]}{others}.")
 
     def _collect_rank_state(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         """What this rank adds to a checkpoint of a fit in progress; None for another one. Local."""
@@ -343,8 +335,6 @@ class CheckpointStrategy(EngineStrategy):
 
     @override
     def remove_checkpoint(self, filepath: _PATH) -> None:
-        if self._finite.keeps(str(filepath)):
-            return
         if self._uses_io_only(filepath):
             super().remove_checkpoint(filepath)
         elif self.is_global_zero:
@@ -380,7 +370,6 @@ class CheckpointStrategy(EngineStrategy):
                 self._rank_state.take(
                     checkpoint, self.global_rank, self.world_size, weights_only=weights_only
                 )
-        self._finite.note_load(path, checkpoint.get(METADATA_KEY), is_resumed=is_resumed)
         return checkpoint
 
     @override

@@ -112,8 +112,6 @@ class EngineStrategy(ProcessStrategy):
         self._closed: Engine | None = None
         self._last_masters: dict[str, Tensor] = {}  # by name, for a 16-bit module; on rank 0
         self._lost_states_reason = ""  # why the last fit's optimizer states cannot be saved
-        # Called with the arguments of each `training_step`, before it; until teardown.
-        self.before_training_step: list[Callable[..., object]] = []
         self._watched_by: Watchdog | None = None  # watchdog of the last run that was set up
         self._has_regrouped: bool | None = None  # None: no exception in this run
         self._keeps_full_module: bool | None = None  # None: not decided yet for this run
@@ -240,7 +238,7 @@ class EngineStrategy(ProcessStrategy):
         _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
-            self.model = self.with_synced_layers(trainer.lightning_module)
+            self.model = self._with_synced_layers(trainer.lightning_module)
         with self._wrapping_built_parameters():
             self.model = self.precision_plugin.convert_module(self.model)
             self.model_to_device()
@@ -264,7 +262,7 @@ class EngineStrategy(ProcessStrategy):
         self._last_masters = {}
         self._lost_states_reason = ""
 
-    def with_synced_layers(self, module: LightningModule) -> LightningModule:
+    def _with_synced_layers(self, module: LightningModule) -> LightningModule:
         """`module`, with other layers where they synchronize, as with `sync_batchnorm=True`."""
         if self._layer_sync is None:
             return module
@@ -334,8 +332,6 @@ class EngineStrategy(ProcessStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        for call in self.before_training_step:
-            call(*args, **kwargs)
         return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     @override
@@ -358,15 +354,10 @@ class EngineStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.pre_backward(closure_loss)
         plugin = self.precision_plugin
-        loss = closure_loss.detach()
-        if self.lightning_module.automatic_optimization:  # Lightning has divided it
-            loss = loss * self.lightning_module.trainer.accumulate_grad_batches
         closure_loss = plugin.pre_backward(closure_loss, self.lightning_module)
         retain_graph = bool(kwargs.get("retain_graph") or kwargs.get("create_graph"))
         has_scaler = getattr(plugin, "scaler", None) is not None
-        with self.engine.backward_context(
-            retain_graph=retain_graph, loss=loss, has_scaler=has_scaler
-        ):
+        with self.engine.backward_context(retain_graph=retain_graph, has_scaler=has_scaler):
             scaled = self.scaled_loss(closure_loss)
             plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = plugin.post_backward(closure_loss, self.lightning_module)
@@ -444,7 +435,6 @@ class EngineStrategy(ProcessStrategy):
     @override
     def teardown(self) -> None:
         self._loops.end()
-        self.before_training_step.clear()
         if self._engine is not None:
             self._end(self._engine)
         self._masters_to_load = {}

@@ -130,10 +130,9 @@ class ZeroStrategy(CheckpointStrategy):
         on_nonfinite: "warn", "stop", "skip" or None, default "warn". Reaction to a NaN or an
             infinity in a gradient: its rank, parameter and micro-batch are named, and the step is
             taken with a warning on rank 0 ("warn"), not taken with an error on all ranks ("stop"),
-            or left out ("skip"). None: gradients are not looked at. All stages. With the Trainer's
-            precision "16-mixed" the loss scaler decides about the step, and all but None only warn.
-        max_skips: int (steps), default 10. Skipped steps in a row of one optimizer after which one
-            more is an error. Needs `on_nonfinite="skip"`.
+            or left out ("skip"; after 10 in a row of one optimizer, one more is an error). None:
+            gradients are not looked at. All stages. With the Trainer's precision "16-mixed" the
+            loss scaler decides about the step, and all but None only warn.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint. "full": one
             file, as with DDP. "sharded": a directory to which every rank writes its shards. "auto":
             sharded if parameters or optimizer states are offloaded, if a full checkpoint takes more
@@ -201,7 +200,6 @@ class ZeroStrategy(CheckpointStrategy):
         sharding_group_size: int | str | None = None,
         batch_group_size: int = 1,
         on_nonfinite: str | None = "warn",
-        max_skips: int = 10,
         checkpoint: CheckpointType = "auto",
         async_save: bool = False,
         check_memory: bool = True,

@@ -133,7 +133,6 @@ def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
     assert len(text) == 1
     assert "rank 1, micro-batch 2: blocks.1.weight: 2 NaN and 1 infinity in 36 elements" in text[0]
     assert "in step 1, before their reduction" in text[0]
-    assert [loss > 0 for loss in report.losses] == [True, True]
     assert report.found[0].rank == 1
     assert report == warned[1][1]
     silent = run_ranks(2, _warn, stage, tier, None)
@@ -244,7 +243,8 @@ def _assert_skips(options, make_optimizer):
 
 
 def _skip_on(rank, world_size):
-    module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip", "max_skips": 2})
+    module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip"})
+    guard._MAX_SKIPS = 2
     texts = []
     for step, poison in enumerate([(NAN,), (NAN,), (), (NAN,), (NAN,), (NAN,)]):
         with warnings.catch_warnings():
@@ -259,11 +259,11 @@ def _skip_on(rank, world_size):
     return texts
 
 
-def test_more_than_max_skips_in_a_row_is_an_error():
+def test_too_many_skips_in_a_row_are_an_error():
     for texts in run_ranks(2, _skip_on):
         [(step, text)] = texts
         assert step == 5
-        assert "More than max_skips=2 steps in a row of AdamW" in text
+        assert "More than 2 steps in a row of AdamW" in text
         assert "blocks.1.weight" in text
 
 
@@ -273,7 +273,8 @@ def _skip_one_of_two(rank, world_size):
     module = Net()
     optimizers = [torch.optim.SGD(module.blocks[:2].parameters(), lr=0.1)]
     optimizers.append(adamw(module.blocks[2:].parameters()))
-    config = ZeroConfig(stage=2, on_nonfinite="skip", max_skips=2)
+    guard._MAX_SKIPS = 2
+    config = ZeroConfig(stage=2, on_nonfinite="skip")
     engine = Engine(module, optimizers=optimizers, config=config)
     for step in range(8):
         chosen = optimizers[step % 2]
@@ -323,19 +324,17 @@ def _leave_out(rank, world_size, stage):
         engine.zero_grad()  # no rank may leave the skip alone
     backward(engine, module, rank, 4)
     assert engine.guard.skips_step
-    num_losses = len(engine.guard._losses)
     engine.close()
-    return reports, skips_step, before, after, num_losses
+    return reports, skips_step, before, after
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_that_the_caller_leaves_out_is_a_step(stage):
-    for reports, skips_step, before, after, num_losses in run_ranks(2, _leave_out, stage):
+    for reports, skips_step, before, after in run_ranks(2, _leave_out, stage):
         assert [step for step, _ in reports] == [0, 1, 1]
         assert [found[0].micro_batch for _, found in reports] == [2, 2, 2]
         assert not skips_step
         assert not before or any((after[name] != value).any() for name, value in before.items())
-        assert num_losses <= 3 * ACCUMULATION
 
 
 def _zero_and_go_on(rank, world_size, options, syncs, zero_):
@@ -515,7 +514,7 @@ def _everything(rank, world_size):
 def test_a_report_names_a_bounded_number_of_gradients():
     for num_found, num_more, text in run_ranks(2, _everything):
         assert (num_found, num_more) == (2 * 64, 2 * 16)
-        assert "  and 152 more\n" in text
+        assert text.endswith("\n  and 152 more")
 
 
 def _huge(rank, world_size):
@@ -565,14 +564,6 @@ def test_a_parameter_of_one_rank_only_is_named(stage):
 def test_unknown_reactions_are_refused():
     with pytest.raises(ValueError, match="on_nonfinite must be"):
         ZeroConfig(on_nonfinite="raise")
-    with pytest.raises(ValueError, match="max_skips"):
-        ZeroConfig(max_skips=-1)
-    with pytest.raises(
-        TypeError, match=r"max_skips must be a number of steps such as 10, got 1\.5"
-    ):
-        ZeroConfig(max_skips=1.5)
-    with pytest.raises(ValueError, match="max_skips needs on_nonfinite=\"skip\", got 'warn'"):
-        ZeroConfig(max_skips=3)
 
 
 class _Wide(torch.autograd.Function):

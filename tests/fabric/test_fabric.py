@@ -319,14 +319,13 @@ def _skip_with_scaler(rank, world_size):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             fabric.backward(loss)
-        report = fabric.strategy.engines[0].guard.last_report
-        steps.append((report.step, report.losses[rank] == pytest.approx(float(loss))))
+        steps.append(fabric.strategy.engines[0].guard.last_report.step)
         optimizer.step()
         optimizer.zero_grad()
-    assert steps == [(0, True), (1, True)]
+    assert steps == [0, 1]
 
 
-def test_a_loss_scaler_decides_and_reports_name_the_loss():
+def test_a_loss_scaler_decides_and_its_steps_are_reported():
     run_ranks(2, _skip_with_scaler, has_group=False)
 
 

@@ -72,7 +72,6 @@ IMPORTED = {
     },
     "lightning.pytorch.core.optimizer": {
         "_MockOptimizer": "modules without an optimizer",
-        "_init_optimizers_and_lr_schedulers": "the optimizers of the audit's replica",
     },
     "lightning.pytorch.core.saving": {"_load_state": "load_from_checkpoint"},
     "lightning.pytorch.plugins.io.wrapper": {"_WrappingCheckpointIO": "AsyncCheckpointIO"},

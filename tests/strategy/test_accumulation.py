@@ -11,7 +11,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.fitting import (
     assert_same,
-    fit,
     fit_ranks,
     fit_reference,
     make_trainer,
@@ -97,29 +96,3 @@ class MessageCounter(Callback):
         self.profile.__exit__(None, None, None)
         names = [event.name for event in self.profile.events()]
         self.counts.append(sum(name.startswith(("gloo:", "c10d::")) for name in names))
-
-
-class Poison(Callback):
-    """NaN in a gradient of the second of four micro-batches on rank 1."""
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        if len(pl_module.losses) == 2 and trainer.global_rank == 1:
-            loss.register_hook(lambda grad: grad * float("nan"))
-
-    def on_train_end(self, trainer, pl_module):
-        self.report = trainer.strategy.engine.guard.last_report
-
-
-def _report_of(rank, world_size):
-    poison = Poison()
-    options = {"callbacks": [poison], "accumulate_grad_batches": 4}
-    spec = settings(1, on_nonfinite="skip")
-    outcome = fit(rank, world_size, spec, partial(MLPModule, ranks=2), options)
-    return outcome.losses[1], poison.report.losses
-
-
-def test_a_report_has_the_losses_that_training_step_has_returned():
-    ranks = run_ranks(2, _report_of, has_group=False)
-    own = [loss for loss, _ in ranks]
-    for _, losses in ranks:
-        assert losses == pytest.approx(own)

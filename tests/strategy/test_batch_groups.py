@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
-from lightning_zero.callbacks import Audit
 from tests.support.fitting import assert_same, fit, make_trainer, settings
 from tests.support.ranks import run_ranks
 
@@ -90,10 +89,9 @@ class ContextModule(LightningModule):
 @pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_groups_of_two_ranks_equal_two_ranks(stage):
-    options = {"gradient_clip_val": 0.1, "callbacks": [Audit(2, against_data_parallel=2)]}
+    options = {"gradient_clip_val": 0.1}
     spec = settings(stage, batch_group_size=2)
     ours = run_ranks(4, fit, spec, ContextModule, options, has_group=False)
-    options = {"gradient_clip_val": 0.1}
     plain = run_ranks(2, fit, "ddp", ContextModule, options, has_group=False)
     for rank, outcome in enumerate(ours):
         assert_same([outcome], [plain[rank // 2]])

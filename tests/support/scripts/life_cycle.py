@@ -54,9 +54,9 @@ class Model(pl.LightningModule):
 def make_trainer(strategy, folder, epochs):
     callbacks = [pl.callbacks.ModelCheckpoint(dirpath=folder, save_last=True, monitor="val_loss")]
     if strategy.startswith("zero"):
-        from lightning_zero.callbacks import Audit, MemoryTable, ZeroMonitor
+        from lightning_zero.callbacks import Fingerprints, MemoryTable, ZeroMonitor
 
-        callbacks += [ZeroMonitor(every_n_steps=1), MemoryTable(), Audit()]
+        callbacks += [ZeroMonitor(every_n_steps=1), MemoryTable(), Fingerprints()]
         strategy = lightning_zero.ZeroStrategy(int(strategy.removeprefix("zero")))
     return pl.Trainer(
         accelerator="cpu",
