@@ -36,7 +36,6 @@ class ZeroStrategySettings:
     sharding_group_size: int | str | None = None
     batch_group_size: int = 1
     on_nonfinite: str | None = "warn"
-    max_skips: int = 10
     checkpoint: Any = "auto"
     async_save: bool = False
     check_memory: bool = True
