@@ -10,7 +10,6 @@ from lightning.fabric.plugins import (
 )
 from lightning.fabric.plugins.environments.lightning import (
     LightningEnvironment as LightningEnvironment,
-    find_free_network_port as find_free_network_port,
 )
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment as SLURMEnvironment
 from lightning.fabric.plugins.precision import (

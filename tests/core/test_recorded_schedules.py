@@ -147,7 +147,7 @@ def _announce(rank, world_size):
     engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.01)], ZeroConfig(stage=3))
     order = engine.coordinator.order
     order.announce_collective("a norm" if rank else "a sum")
-    with pytest.raises(RuntimeError, match=r"reached a (norm|sum), and another rank"):
+    with pytest.raises(RuntimeError, match=r"reached a (norm|sum)"):
         order.barrier("the end")
 
 

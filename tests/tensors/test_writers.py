@@ -516,6 +516,7 @@ def repointed(write, tensor, stage):
     )
     if error is not None:
         is_clear = "weight" in error and ("gathered(" in error or "full_grad(" in error)
+        is_clear |= "Cannot swap" in str(error)  # of torch, before it swaps
         return "refused" if is_clear or torch_error is not None else f"unclear: {error}"
     if torch_error is not None:
         return f"torch raises {torch_error}"
