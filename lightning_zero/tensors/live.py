@@ -14,7 +14,6 @@ some rank has created or kept alone cannot be gathered, and using it raises an e
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -33,38 +32,31 @@ class LiveTensors:
 
     Attributes:
         has_ended: Whether the engine is closed.
+        histories: Number of the tensors of each parameter, and a checksum of their shapes and
+            dtypes. `ShardedTensor.of`, which makes the tensors, writes both of these.
+        tensors: The tensors that are alive.
     """
 
     def __init__(self) -> None:
         self.has_ended = False
-        self._histories: list[tuple[int, int]] = []  # number of tensors, and checksum
-        self._tensors: WeakValueDictionary[Key, Tensor] = WeakValueDictionary()
+        self.histories: list[tuple[int, int]] = []
+        self.tensors: WeakValueDictionary[Key, Tensor] = WeakValueDictionary()
 
     def add_parameter(self) -> int:
         """Returns the number of one more parameter; in the same order on every rank."""
-        self._histories.append((0, 0))
-        return len(self._histories) - 1
-
-    def add(self, parameter: int, tensor: Tensor, description: str) -> None:
-        """Adds a new tensor that is sharded like the parameter of this number. Local.
-
-        `description`: shape and dtype, which are slow to read from a sharded tensor.
-        """
-        number, checksum = self._histories[parameter]
-        checksum = zlib.crc32(description.encode(), checksum)
-        self._histories[parameter] = number + 1, checksum
-        self._tensors[parameter, number] = tensor
+        self.histories.append((0, 0))
+        return len(self.histories) - 1
 
     def history(self, parameter: int) -> tuple[int, int]:
         """Number of the tensors of a parameter, and a checksum. Local."""
-        return self._histories[parameter]
+        return self.histories[parameter]
 
     def end(self) -> dict[Key, Tensor]:
         """Returns the tensors that are alive, and keeps no reference to them. Local."""
         self.has_ended = True
         # The second reference repairs one that torch itself has kept alive.
-        alive = {key: TensorWeakRef(tensor)() for key, tensor in self._tensors.items()}
-        self._tensors.clear()
+        alive = {key: TensorWeakRef(tensor)() for key, tensor in self.tensors.items()}
+        self.tensors.clear()
         return {key: tensor for key, tensor in alive.items() if tensor is not None}
 
 

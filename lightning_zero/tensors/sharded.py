@@ -25,6 +25,7 @@ for example their norm, raises an error, instead of training without that term.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -141,7 +142,10 @@ class ShardedTensor(Tensor):
         torch._C._set_throw_on_mutable_data_ptr(sharded)
         sharded.spec, sharded.role, sharded.is_tracked = spec, role, is_tracked
         sharded._shard = shard
-        spec.live.add(spec.number, sharded, f"{size} {dtype}")
+        live, parameter = spec.live, spec.number
+        number, checksum = live.histories[parameter]
+        live.histories[parameter] = number + 1, zlib.crc32(f"{size} {dtype}".encode(), checksum)
+        live.tensors[parameter, number] = sharded
         return sharded
 
     @property
