@@ -257,7 +257,7 @@ class ZeroStrategy(CheckpointStrategy):
                 options that have no meaning there are dropped.
 
         Raises:
-            ValueError: The file has unknown keys, settings that would change the training and have
+            ValueError: The file has a wrong value, a setting that would change the training and has
                 no equivalent, or an optimizer or scheduler section (with what to write instead);
                 or, at set-up, its batch sizes do not match the ranks and the Trainer.
         """
