@@ -1,4 +1,4 @@
-"""The table of what works in docs/features.md is the list of what marked tests show."""
+"""The table of what works in docs/limits.md is the list of what marked tests show."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ from lightning.pytorch import callbacks
 from tests.support.features import BEGIN, END, Claim, table, write
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "features.md"
-COMMAND = 'pytest -m "shows or refuses" --write-features docs/features.md'
+PAGE = ROOT / "docs" / "limits.md"
+COMMAND = 'pytest -m "shows or refuses" --write-features docs/limits.md'
 ABSTRACT = {"Callback", "Checkpoint", "ProgressBar"}
 
 

@@ -118,7 +118,11 @@ def test_classes_are_those_of_lightning_if_it_was_imported():
     )
 
 
-(PAGE,) = blocks("python", "docs/guides/pytorch-lightning.md")
+(PAGE,) = (
+    block
+    for block in blocks("python", "docs/guides/other-tools.md")
+    if block.startswith("import pytorch_lightning")
+)
 PAGE = PAGE.replace("devices=8", 'devices=2, accelerator="cpu"')
 PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
 

@@ -1,4 +1,4 @@
-"""The table of what works in docs/features.md, written by the tests that passed.
+"""The table of what works in docs/limits.md, written by the tests that passed.
 
     @pytest.mark.shows("EMAWeightAveraging")                       # in stages 1, 2 and 3
     @pytest.mark.shows("ModelPruning", stages=(1, 2))
@@ -8,7 +8,7 @@ A test with a parameter `stage` counts for that stage alone. One mark on each of
 several marks on one, are fine: a cell is "yes" if all tests behind it have passed. What is no
 callback of Lightning's gets a row among the features.
 
-`pytest -m "shows or refuses" --write-features docs/features.md` runs the tests and writes it;
+`pytest -m "shows or refuses" --write-features docs/limits.md` runs the tests and writes it;
 `pytest --collect-only --list-features` prints the one that would be written if all passed.
 """
 
@@ -118,7 +118,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
-        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of docs/features.md",
+        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of docs/limits.md",
         "refuses(name, stages, because): the test shows that this is refused, and why",
     ):
         config.addinivalue_line("markers", line)
