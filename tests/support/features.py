@@ -71,15 +71,21 @@ def table(claims: Iterable[Claim]) -> str:
     for is_callback, title in ((True, "callback of Lightning"), (False, "feature")):
         names = sorted((n for n in rows if are_callbacks[n] is is_callback), key=str.lower)
         lines = [f"| {title} | stage 1 | stage 2 | stage 3 | |", "|---|---|---|---|---|"]
-        lines += [_row(f"`{n}`" if is_callback else n, rows[n]) for n in names]
+        titles: dict[str, list[str]] = {}  # of each row; equal callbacks share one
+        for name in names:
+            key = _cells(rows[name]) if is_callback else name
+            titles.setdefault(key, []).append(name)
+        for together in titles.values():
+            title = ", ".join(f"`{name}`" if is_callback else name for name in together)
+            lines.append(f"| {title} | {_cells(rows[together[0]])} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _row(title: str, cells: dict[int, Claim]) -> str:
-    texts = [cells[stage].cell if stage in cells else "" for stage in _STAGES]
-    reasons = sorted({claim.because for claim in cells.values() if claim.because is not None})
-    return f"| {title} | {' | '.join(texts)} | {'; '.join(reasons)} |"
+def _cells(claims: dict[int, Claim]) -> str:
+    texts = [claims[stage].cell if stage in claims else "" for stage in _STAGES]
+    reasons = sorted({claim.because for claim in claims.values() if claim.because is not None})
+    return f"{' | '.join(texts)} | {'; '.join(reasons)}"
 
 
 class Features:
