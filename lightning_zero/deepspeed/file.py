@@ -178,13 +178,13 @@ class File:
             )
         if converted == "none":
             return
-        if self.values.setdefault(name, converted) != converted:
-            other = self.written[name]
+        if name not in self.values:
+            self.values[name], self.written[name] = converted, path
+            self.ignored[path] = None
+        elif self.values[name] != converted:
             raise ValueError(
-                f"{path} and {other} are the same setting with two values; remove one."
+                f"{path} and {self.written[name]} are the same setting with two values; remove one."
             )
-        self.written[name] = path
-        self.ignored[path] = None
 
 
 def _is_off(path: str, value: Any) -> bool:

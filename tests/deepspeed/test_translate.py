@@ -291,6 +291,11 @@ OFFLOADS = [
     ),
     ({"cpu_offload_param": True}, {"offload_param": OffloadConfig("cpu")}, set()),
     ({"cpu_offload": False, "cpu_offload_params": False}, {}, set()),
+    (
+        {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}},
+        {"offload_optimizer": OffloadConfig("cpu")},
+        set(),
+    ),
     ({"cpu_offload_use_pin_memory": True}, {}, {"cpu_offload_use_pin_memory"}),
 ]
 
