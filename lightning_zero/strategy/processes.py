@@ -23,7 +23,7 @@ from lightning_zero._lightning.fabric import (
     _sync_ddp_if_available,
     reset_seed,
 )
-from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy, TBroadcast
+from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
 from lightning_zero.health.together import Gather, run_on_all_ranks
@@ -318,7 +318,7 @@ class Processes(_Base):
                 wait_for_world(self.root_device)
 
     @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
         name = f"an object of rank {src}"
         if not self._enter_collective(name):
             return obj
