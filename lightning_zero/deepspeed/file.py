@@ -293,7 +293,8 @@ STAGE3_PREFIX = "stage3_"
 _QUANTIZED = "collectives are not quantized; set it to false."
 _UNITS = "units follow from the module, and each is all-gathered at once"
 _ZERO3_KEYS: dict[str, KeyRule] = {
-    **_each("prefetch_bucket_size param_persistence_threshold max_live_parameters"),
+    **_each("prefetch_bucket_size param_persistence_threshold"),
+    "max_live_parameters": "prefetch_bucket_size alone limits what is unsharded before its use",
     "max_reuse_distance": "reshard_after_forward decides whether a unit stays unsharded",
     "model_persistence_threshold": "param_persistence_threshold alone decides",
     **_each("module_granularity_threshold use_all_reduce_for_fetch_params", _UNITS),
