@@ -198,39 +198,25 @@ class ZeroStrategy(CheckpointStrategy):
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
         start_method: StartMethod = "popen",
     ) -> None:
-        options = {
-            "reduce_bucket_size": reduce_bucket_size,
-            "allgather_bucket_size": allgather_bucket_size,
-            "prefetch_bucket_size": prefetch_bucket_size,
-            "param_persistence_threshold": param_persistence_threshold,
-            "unit_classes": unit_classes,
-            "reshard_after_forward": reshard_after_forward,
-            "overlap_comm": overlap_comm,
-            "reduce_dtype": reduce_dtype,
-            "param_dtype": param_dtype,
-            "keep_float32": keep_float32,
-            "activation_checkpointing": activation_checkpointing,
-            "broadcast_buffers": broadcast_buffers,
-            "assume_elementwise": assume_elementwise,
-            "offload_optimizer": offload_optimizer,
-            "offload_param": offload_param,
-            "overlap_step": overlap_step,
-            "sharding_group_size": sharding_group_size,
-            "on_nonfinite": on_nonfinite,
-        }
-        settings = Settings(
-            stage,
-            options,
-            checkpoint=checkpoint,
-            async_save=async_save,
-            unshard_after_fit=unshard_after_fit,
-            batch_group_size=batch_group_size,
-        )
+        of_engine: dict[str, Any] = {
+            "reduce_bucket_size": reduce_bucket_size, "overlap_comm": overlap_comm,
+            "allgather_bucket_size": allgather_bucket_size, "reduce_dtype": reduce_dtype,
+            "prefetch_bucket_size": prefetch_bucket_size, "keep_float32": keep_float32,
+            "param_persistence_threshold": param_persistence_threshold, "param_dtype": param_dtype,
+            "unit_classes": unit_classes, "reshard_after_forward": reshard_after_forward,
+            "activation_checkpointing": activation_checkpointing, "on_nonfinite": on_nonfinite,
+            "broadcast_buffers": broadcast_buffers, "assume_elementwise": assume_elementwise,
+            "offload_optimizer": offload_optimizer, "offload_param": offload_param,
+            "overlap_step": overlap_step, "sharding_group_size": sharding_group_size,
+        }  # fmt: skip
+        own: dict[str, Any] = {
+            "checkpoint": checkpoint, "async_save": async_save,
+            "unshard_after_fit": unshard_after_fit, "batch_group_size": batch_group_size,
+        }  # fmt: skip
         _accept_compiled_modules()
         super().__init__(
-            settings,
-            checkpoint=checkpoint,
-            async_save=async_save,
+            Settings(stage, of_engine, **own),
+            **own,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -238,9 +224,7 @@ class ZeroStrategy(CheckpointStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            unshard_after_fit=unshard_after_fit,
             start_method=start_method,
-            batch_group_size=batch_group_size,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import fields
 from datetime import timedelta
 
 import pytest
@@ -423,3 +424,20 @@ def test_ranks_that_are_not_numbered_node_by_node_are_warned_of():
     check_numbering(5, 1, 4)
     with pytest.warns(match="rank 1 runs on node 1, expected on node 0"):
         check_numbering(1, 1, 4)
+
+
+GIVEN = {
+    "reduce_bucket_size": 7, "prefetch_bucket_size": 7, "param_persistence_threshold": 7,
+    "unit_classes": "Block", "reshard_after_forward": False, "overlap_comm": False,
+    "reduce_dtype": "float64", "param_dtype": "bfloat16", "keep_float32": "head",
+    "activation_checkpointing": True, "broadcast_buffers": False, "assume_elementwise": True,
+    "offload_optimizer": "cpu", "offload_param": "cpu", "overlap_step": True,
+    "sharding_group_size": 2, "on_nonfinite": "skip",
+}  # fmt: skip
+
+
+def test_the_strategy_passes_every_option_to_the_engine():
+    assert {*GIVEN, "stage", "allgather_bucket_size"} == {f.name for f in fields(ZeroConfig)}
+    assert build_strategy(stage=3, **GIVEN).config == ZeroConfig(stage=3, **GIVEN)
+    given = {"stage": 2, "allgather_bucket_size": 7}
+    assert build_strategy(**given).config == ZeroConfig(**given)
