@@ -1,4 +1,4 @@
-"""What the package may not exceed. Whoever removes a concept lowers its limit.
+"""What the package may not exceed. A change that removes a concept lowers its limit.
 
 The files that an unshard and a gradient enter are counted in tests/benchmarks/test_hops.py.
 """

@@ -305,11 +305,8 @@ def test_every_option_of_the_engine_is_listed():
         "batch_group_size",
         "checkpoint",
         "async_save",
-        "check_memory",
         "unshard_after_fit",
         "timeout",
-        "wait_report_s",
-        "heartbeat_timeout_s",
         "process_group_backend",
         "start_method",
     ]
