@@ -135,6 +135,13 @@ BUILT = ["trainer", "precision", "callbacks", "logger", "paths", "debug", "exper
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
 
 
+@pytest.mark.default_cases(
+    "trainer=ddp",
+    "precision=bf16_mixed",
+    "callbacks=default",
+    "logger=many_loggers",
+    "debug=default",
+)
 @pytest.mark.parametrize(
     "override", [f"{group}={choice}" for group in BUILT for choice in CHOICES[group]]
 )

@@ -418,12 +418,15 @@ def _by_engine(rank, make, stage):
     return losses, values_of(module)
 
 
-def _train_all(rank, world_size, stage, only=None):
+RARE = ("compiled", "by_grad", "by_function", "by_operator", "by_trace", "by_numpy")
+
+
+def _train_all(rank, world_size, stage, has_rare):
     """By case: an empty text, or how it differs from DistributedDataParallel."""
     delay_gathers()
     found = {}
     for name, make in cases().items():
-        if only is not None and name != only:
+        if not has_rare and any(part in name for part in RARE):
             continue
         torch._dynamo.reset()
         expected = _by_ddp(rank, make)
@@ -437,9 +440,10 @@ def _train_all(rank, world_size, stage, only=None):
     return found
 
 
+@pytest.mark.parametrize("has_rare", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_a_parameter_in_cpp_has_the_values_that_it_has_under_ddp(stage):
-    for found in run_ranks(2, _train_all, stage, timeout_s=200):
+def test_a_parameter_in_cpp_has_the_values_that_it_has_under_ddp(stage, has_rare):
+    for found in run_ranks(2, _train_all, stage, has_rare, timeout_s=200):
         differing = {name: text for name, text in found.items() if text}
         if stage == 3:
             assert "inside `with lightning_zero.gathered(module)" in differing.pop(ADAPTED)
