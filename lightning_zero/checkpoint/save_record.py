@@ -126,6 +126,7 @@ def find_foreign_items(
         parent: _read_record(folder / parent if parent != "." else folder)
         for parent in _files_by_folder(metadata)
     }
+    has_empty = any(0 in getattr(m, "size", ()) for m in metadata.state_dict_metadata.values())
     problems = []
     for name in sorted(parts)[rank::world_size]:
         path = PurePosixPath(name)
@@ -134,7 +135,7 @@ def find_foreign_items(
         expected = ends.get(path.name)
         if not expected or not (folder / name).is_file():
             continue
-        if _has_unlisted_items(folder / name, parts[name]):
+        if has_empty and _has_unlisted_items(folder / name, parts[name]):
             continue
         with open_pread(folder / name) as pread:
             if digest_item_ends(pread, parts[name]) != expected:

@@ -20,9 +20,11 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
 )
+from torch.distributed.checkpoint import FileSystemReader
 
 from lightning_zero import OffloadConfig, __version__, load_from_checkpoint
 from lightning_zero.checkpoint import open_checkpoint
+from lightning_zero.checkpoint.save_record import find_foreign_items
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.comm.control import Channel
 from lightning_zero.strategy import saving
@@ -719,6 +721,16 @@ def _save_twice(rank, world_size, path):
             parameter.add_(1)
     trainer.fit_loop.epoch_progress.current.completed += 1
     trainer.save_checkpoint(f"{path}/second")
+
+
+def test_metadata_without_an_item_of_a_file_differs_from_its_save(two_saves):
+    metadata = FileSystemReader(two_saves / "first").read_metadata()
+    in_file = [
+        i for i, info in metadata.storage_data.items() if info.relative_path == "__0_0.distcp"
+    ]
+    del metadata.storage_data[in_file[-1]]
+    (problem,) = find_foreign_items(two_saves / "first", metadata, 0, 1)
+    assert problem == "__0_0.distcp has items that differ from save.json"
 
 
 @pytest.mark.parametrize("copied", _COPIED)
