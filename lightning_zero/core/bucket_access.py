@@ -172,7 +172,7 @@ class BucketAccess:
             data = self.sharded_data(index)
             assert isinstance(data, ShardedTensor)
             device = torch.device("cpu") if is_for_file else self.device
-            values = data.full_view("copy", dtype).plain().to(device)
+            values = data.full_copy("copy", dtype).to(device)
         return make_plain(parameter, values)
 
     # ---------------------------------------------------------------- gathered
@@ -246,14 +246,6 @@ class _ParamShard:
 
     def detach(self) -> None:
         self._old_values = self.read().clone()
-
-    @property
-    def version(self) -> int:
-        if self._old_values is not None:
-            return self._old_values._version
-        self._bucket.wait_for_step()  # a worker may increment the counters
-        shards = self._bucket.shards
-        return shards.num_writes + shards.num_slot_writes[self._index]
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         if self._bucket.device.type == "cpu":

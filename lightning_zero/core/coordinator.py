@@ -175,7 +175,12 @@ class StepCoordinator:
         """Begins a step or a part of one: unshards the root, copies rank 0's buffers.
 
         `is_step`: whether the training loop begins a step, and not a call of the module itself.
+
+        Raises:
+            RuntimeError: A write to an entry of a state dict would be lost.
         """
+        if not self.is_in_step and (lost := self.find_lost_write()) is not None:
+            raise lost
         self._depth += 1
         self._has_forward |= torch.is_grad_enabled()
         if self._depth > 1 or self._is_in_backward:
@@ -224,6 +229,11 @@ class StepCoordinator:
             yield
         finally:
             self.is_accumulating = was_accumulating
+
+    def find_lost_write(self) -> RuntimeError | None:
+        """An error if an entry of a state dict was changed in place. Local."""
+        errors = [bucket.writes.find_lost_write() for bucket in self._buckets]
+        return next((error for error in errors if error is not None), None)
 
     def compare_assigned(self) -> None:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""

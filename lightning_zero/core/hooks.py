@@ -342,5 +342,7 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         value = state_dict.get(prefix + name)
         if isinstance(value, ShardedTensor) and parameter is not None:
             placement = placement_of(parameter)
-            dtype = bucket_of(placement).orig_dtypes[placement.index]
-            state_dict[prefix + name] = value.full_view("state_dict", dtype)
+            bucket, index = bucket_of(placement), placement.index
+            copied = value.full_copy("state_dict", bucket.orig_dtypes[index])
+            bucket.writes.watch_copy(index, copied)
+            state_dict[prefix + name] = copied

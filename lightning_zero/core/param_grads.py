@@ -195,7 +195,6 @@ class GradShard:
     overlapped: OverlappedStep
     index: int
     values: Tensor
-    version: int = 0  # full views of a gradient are not cached
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         """Does nothing. See `full_grad`."""

@@ -65,7 +65,6 @@ class Shards:
         keeps_states_in_files: Whether optimizer states move to files.
         state_stores: Optimizer states in files, by key.
         num_writes: Counter of steps and other writes to all values; some count more than once.
-        num_slot_writes: Counters of writes to one slot alone, by slot.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class Shards:
         self.reader: ParamReader | None = None
         self.keeps_states_in_files = False
         self.num_writes = 0
-        self.num_slot_writes = [0] * len(plan.layout.slots)
         self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
         self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
@@ -198,7 +196,6 @@ class Shards:
         self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
-        self.num_slot_writes[index] += 1
         self._write(own.start, master)
 
     def _write(self, start: int, values: Tensor) -> None:
@@ -290,7 +287,6 @@ class Shards:
         Elements that are still the rounded master leave the master as it is.
         """
         own = self.layout.ranges[index]
-        self.num_slot_writes[index] += 1
         if not own:
             return
         self.before_write()

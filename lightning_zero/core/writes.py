@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Protocol
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -248,6 +248,8 @@ class UserWrites:
         self.watch_values = partial(self._detector.watch_values, parameters)
         # Slots whose `.data` was assigned since the last pass, with the former `.data`.
         self._assigned: dict[int, DetachableShard | None] = {}
+        # Entries of state dicts: slot, entry, its version counter, and the version at first.
+        self._copies: list[tuple[int, ref[Tensor], Tensor, int]] = []
 
     # ---------------------------------------------------------------- sharded parameters
 
@@ -276,6 +278,28 @@ class UserWrites:
         names = [slots[index].name for index in sorted(self._assigned)]
         self._assigned.clear()
         return names
+
+    def watch_copy(self, index: int, values: Tensor) -> None:
+        """Watches `values`, a copy of slot `index` in a state dict: writes to it would be lost."""
+        counter = values.detach()  # has the version counter of `values`
+        counter.data = values.new_empty(0)  # and not their memory
+        self._copies.append((index, ref(values), counter, counter._version))
+
+    def find_lost_write(self) -> RuntimeError | None:
+        """An error if a copy in a state dict was changed in place, once for each. Local."""
+        error: RuntimeError | None = None
+        copies, self._copies = self._copies, []
+        for index, copied, counter, version in copies:
+            if counter._version != version:
+                error = RuntimeError(
+                    "an entry of state_dict() was changed in place: it is a copy of parameter "
+                    f"{self._plan.layout.slots[index].name}, which keeps its values. Write to the "
+                    "parameter inside `with lightning_zero.gathered(module, writeback=True):`. To "
+                    "load or save changed values, change clones of the entries: value.clone()."
+                )
+            elif copied() is not None:
+                self._copies.append((index, copied, counter, version))
+        return error
 
     def _detach(self, index: int) -> None:
         """Before slot `index` gets new values: its former `.data` keeps the old ones."""

@@ -551,6 +551,8 @@ class Engine:
             RuntimeError: The last overlapped step failed. The module is unwrapped before.
             ValueError: A parameter's data was replaced by data of a wrong shape. The module is
                 unwrapped before.
+            RuntimeError: An entry of a state dict was changed in place. The module is unwrapped
+                before.
         """
         if self._is_closed:
             return
@@ -561,6 +563,7 @@ class Engine:
             self.lockstep.barrier("the end of the engine")
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
+        failure = failure or self.coordinator.find_lost_write()
         self.optimizers.detach()
         self.optimizers.reset()
         # Before states are dropped, which the compute stream may still read.

@@ -287,14 +287,12 @@ class _StateShard:
         index: Slot of the parameter.
         key: Key of the state.
         value: The elements, in memory or as a LazyTensor.
-        version: Constant, because gathered values of a state are not kept.
     """
 
     bucket: Bucket
     index: int
     key: str
     value: Tensor
-    version: int = 0
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         if self.bucket.device.type == "cpu":

@@ -10,7 +10,6 @@
     operators   which operators of torch are elementwise
     live        sharded tensors that are alive, and their end with their engine
     reductions  sums, extremes and norms over the shards of all ranks
-    full_view   gathered values of a sharded tensor, to be read and written
     composite   tensors made of tensors, such as quantized states
     ties        parameters that share memory, which become one parameter
     meta        parameters without memory: on the meta device, or dropped after training

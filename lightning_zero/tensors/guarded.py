@@ -35,7 +35,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lightning_zero.tensors.full_view import FullTensorView
 from lightning_zero.tensors.operators import is_writing
 from lightning_zero.tensors.sharded import ShardedTensor
 
@@ -435,9 +434,7 @@ def _needs_autograd(
         return False
     if is_writing(getattr(func, "__name__", "")) or func is Tensor.numpy:
         return True
-    is_other = [
-        not isinstance(t, (GuardedParameter, ShardedTensor, FullTensorView)) for t in tensors
-    ]
+    is_other = [not isinstance(t, (GuardedParameter, ShardedTensor)) for t in tensors]
     return any(is_one and tensor.dim() for is_one, tensor in zip(is_other, tensors, strict=True))
 
 

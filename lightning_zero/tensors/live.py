@@ -89,7 +89,3 @@ class EndedShard:
 
     def check_memory(self, call: str, num_bytes: int) -> None:
         self._refuse()
-
-    @property
-    def version(self) -> int:
-        self._refuse()

@@ -104,10 +104,6 @@ class LocalShard(Protocol):
     def change(self, write: Callable[[Tensor], object]) -> None:
         """Calls `write` with the elements, 1-D and plain, to change them in place."""
 
-    @property
-    def version(self) -> int:
-        """Number of changes so far, equal on all ranks."""
-
     def check_memory(self, call: str, num_bytes: int) -> None:
         """Raises if full values do not fit into memory. Collective: every rank.
 
@@ -129,7 +125,6 @@ class InMemoryShard:
     """Elements in memory, such as those of a result."""
 
     values: Tensor
-    version: int = 0
 
     def read(self) -> Tensor:
         return self.values

@@ -7,15 +7,12 @@ local values are a range of its row-major elements, possibly empty.
   same sharding, and with full tensors, of which the same range is taken after broadcasting.
 - Sums, means, norms, extremes, `any` and `all` over all elements, and `torch.equal`, are computed
   on that range and all-reduced.
-- Other operators need more than the shard. For `p.data`, the values are all-gathered
-  (full_view.py); for `p.grad`, an error states how to get the full tensor.
-- Functions that may write to the gathered values without torch's notice, such as collectives and
-  operators of extensions (operators.py), and functions that give the tensor another memory or
-  shape, such as `set_` and `resize_`, raise that error for `p.data`, too.
+- Everything else raises a `ShardedTensorError`, which states how to get the full tensor: rows and
+  indices, matrix products, arrays, random numbers, operators of extensions, collectives, functions
+  that give the tensor another memory or shape.
 
-Collective, every rank must call them: reductions; `full_tensor`; operators that need all values;
-and elementwise operators on a tensor of another sharding, or that write to a plain tensor, because
-both all-gather.
+Collective, every rank must call them: reductions; `full_tensor` and `full_copy`; and elementwise
+operators on a tensor of another sharding, or that write to a plain tensor, because both all-gather.
 
 [Note: No gradient] A shard cannot be part of an autograd graph: every rank would differentiate only
 its own elements. So results that are sharded require no gradient; they are marked as tracked if
@@ -27,28 +24,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.tensors.full_view import (
-    MAY_WRITE,
-    REPOINTS,
-    FullTensorView,
-    without_gradient,
-)
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 from lightning_zero.tensors.live import EndedShard
 from lightning_zero.tensors.operators import (
     FOREACH,
     is_elementwise_operator,
     is_writing,
-    may_write,
-    reads_only,
-    repoints,
 )
 from lightning_zero.tensors.reductions import REDUCTIONS, norms, sum_of_bits
 from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardComm, ShardSpec
@@ -63,21 +50,13 @@ class ShardedTensorError(RuntimeError):
     identities.
 
     Args:
-        sharded: The tensor, or the origin of a view of its full values.
+        sharded: The tensor.
         name: Name of the operation.
         why: Reason; the default is that an operation needs all elements.
-        needs_full: Whether the operation is possible with full values.
     """
 
-    def __init__(
-        self,
-        sharded: ShardedTensor | _Origin,
-        name: str,
-        why: str = "",
-        *,
-        needs_full: bool = False,
-    ) -> None:
-        self._sharded, self._why, self.needs_full = sharded, why, needs_full
+    def __init__(self, sharded: ShardedTensor, name: str, why: str = "") -> None:
+        self._sharded, self._why = sharded, why
         super().__init__(
             f"{name!r} on {sharded.title}, which is sharded: "
             f"{why or _NEEDS_ALL}; {_REMEDIES[sharded.role]}. "
@@ -187,19 +166,19 @@ class ShardedTensor(Tensor):
         """All elements, a new plain tensor. Collective: every rank."""
         return self._gather("full_tensor")
 
-    def full_view(self, name: str, dtype: torch.dtype | None = None) -> FullTensorView:
-        """All elements, to be read and written. Collective: every rank.
+    def full_copy(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """All elements, a new plain tensor in CPU memory. Collective: every rank.
 
         Args:
             name: Name of the operation that needs them, for errors.
             dtype: Dtype of the result; None: the dtype of this tensor.
+
+        Raises:
+            RuntimeError: The copies of the ranks of a node do not fit into its memory.
         """
         num_bytes = self.numel() * (dtype or self.dtype).itemsize
         self._shard.check_memory(self.call_of(name), num_bytes)
-        values = self._gather(name)
-        with torch.inference_mode(mode=False):
-            origin = _Origin(self._shard, self.spec, self.role, self.title)
-            return FullTensorView.of(values.to(dtype or self.dtype), origin)
+        return self._gather(name).to("cpu", dtype or self.dtype)
 
     def _gather(self, name: str) -> Tensor:
         local, call = self.local, self.call_of(name)
@@ -215,9 +194,10 @@ class ShardedTensor(Tensor):
         """Describes a call of method `name` for errors and reports of long waits."""
         return f"{self.role}.{name}() of {self.spec.slot.name}"
 
-    def _refuse(self, name: str, why: str = "", *, needs_full: bool = True) -> NoReturn:
-        needs_full = needs_full and self.role == _DATA
-        raise ShardedTensorError(self, name, why, needs_full=needs_full)
+    def _refuse(self, name: str, why: str = "") -> NoReturn:
+        if isinstance(self._shard, EndedShard):
+            self._shard.read()
+        raise ShardedTensorError(self, name, why)
 
     # ---------------------------------------------------------------- dispatch of torch
 
@@ -231,8 +211,8 @@ class ShardedTensor(Tensor):
     ) -> Any:
         """Handles autograd; the operators of `func` arrive in `__torch_dispatch__`."""
         kwargs = kwargs or {}
-        if any(issubclass(other, (nn.Parameter, FullTensorView)) for other in types):
-            return NotImplemented  # their __torch_function__ calls again with shards or values
+        if any(issubclass(other, nn.Parameter) for other in types):
+            return NotImplemented  # its __torch_function__ calls again with shards
         if func == _SET_DATA:
             return _set_data(*args)
         if func in _FROM_MEMORY:
@@ -243,21 +223,16 @@ class ShardedTensor(Tensor):
             sharded = next(tensor for tensor in tensors if isinstance(tensor, ShardedTensor))
             is_tracked = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
             if name in _ON_MEMORY:
-                sharded._refuse(name, needs_full=False)
+                sharded._refuse(name)
             is_plain = bool(args) and not isinstance(args[0], ShardedTensor)
             if is_tracked and is_plain and is_writing(name):
                 why = "no gradient flows through it; call it under torch.no_grad()"
-                sharded._refuse(name, why, needs_full=False)
-            needs_full, result = False, None
+                sharded._refuse(name, why)
             try:
                 with torch.no_grad():
                     result = func(*args, **kwargs)
             except ShardedTensorError as error:
-                if not error.needs_full or may_write(func):
-                    raise error.renamed(name) from None
-                needs_full = True
-        if needs_full:
-            result = _call_with_full_values(func, name, args, kwargs)
+                raise error.renamed(name) from None
         if is_tracked and func not in _UNTRACKED:
             failure = ShardedTensorError(sharded, name, "no gradient flows through it")
             given = set(map(id, tensors))
@@ -291,42 +266,20 @@ class ShardedTensor(Tensor):
             return run(func, name, args, kwargs)
         first = _first_of(args, kwargs)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            first._refuse(name, "every rank would draw different numbers", needs_full=False)
-        if repoints(name):
-            first._refuse(name, REPOINTS, needs_full=False)
-        if func.namespace != "aten":
-            return _call_extension(func, name, args, kwargs)
-        if may_write(func):
-            first._refuse(name, MAY_WRITE, needs_full=False)
+            first._refuse(name, "every rank would draw different numbers")
         first._refuse(name)
 
     # ---------------------------------------------------------------- methods that bypass dispatch
 
     data_ptr = _refused("data_ptr")
     untyped_storage = _refused("untyped_storage")
-
-    def tolist(self) -> Any:
-        """Like `Tensor.tolist`. Collective: every rank."""
-        return self._values_for("tolist").tolist()
-
-    def numpy(self, *, force: bool = False) -> Any:
-        """Like `Tensor.numpy`, but read-only. Collective: every rank."""
-        array = self._values_for("numpy").plain().numpy(force=force)
-        array.flags.writeable = False  # writes to it could not be written back
-        return array
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        array = self._values_for("numpy").plain().__array__(*args, **kwargs)
-        array.flags.writeable = False
-        return array
+    tolist = _refused("tolist")
+    numpy = __array__ = _refused("numpy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._values_for("pickle").__reduce_ex__(protocol)
-
-    def _values_for(self, name: str) -> FullTensorView:
         if self.role != _DATA:
-            self._refuse(name)
-        return self.full_view(name)
+            self._refuse("pickle")
+        return self.full_copy("pickle").__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         copy = self.detach().clone()
@@ -391,41 +344,22 @@ def _track(value: Any, error: Exception) -> Any:
     """Marks a result that was computed from tensors which require a gradient."""
     if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return value
-    if isinstance(value, (ShardedTensor, FullTensorView)):
-        return value.tracked() if isinstance(value, ShardedTensor) else value.tracked(error)
-    return without_gradient(value, error)
+    if isinstance(value, ShardedTensor):
+        return value.tracked()
+    return _NoGradient.apply(value, torch.zeros((), requires_grad=True), error)
 
 
-# ---------------------------------------------------------------- full values
+class _NoGradient(torch.autograd.Function):
+    """A copy whose backward raises. See [Note: No gradient]."""
 
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, error: Exception) -> Any:
+        ctx.error = error
+        return value.clone()
 
-@dataclass(frozen=True)
-class _Origin:
-    """Implements `ShardedOrigin`, for the views of one sharded tensor."""
-
-    shard: LocalShard
-    spec: ShardSpec
-    role: str
-    title: str
-
-    @property
-    def version(self) -> int:
-        # The engine's end ends its views; they would not see the writes that follow.
-        return -1 if self.spec.live.has_ended else self.shard.version
-
-    def write_back(self, values: Tensor) -> None:
-        new = _narrow(values, values.shape, self.spec)
-
-        def write(own: Tensor) -> None:
-            here = new.to(own.device)
-            is_changed = here != own.to(here.dtype)  # else a wider main parameter keeps its value
-            own.copy_(torch.where(is_changed, here.to(own.dtype), own))
-
-        with torch.no_grad():
-            self.shard.change(write)
-
-    def refuse(self, name: str, why: str) -> NoReturn:
-        raise ShardedTensorError(self, name, why)
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ctx.error
 
 
 def _set_data(sharded: ShardedTensor, values: Tensor) -> Tensor:
@@ -435,46 +369,13 @@ def _set_data(sharded: ShardedTensor, values: Tensor) -> Tensor:
     """
     is_own = sharded.role != _DATA or isinstance(sharded._shard, InMemoryShard)
     if not is_own or sharded.shape != values.shape:
-        sharded._refuse("data", REPOINTS, needs_full=False)
+        sharded._refuse("data", "it would give this tensor other memory, and not the parameter")
     return sharded.copy_(values)
-
-
-def _call_extension(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls an operator that is not torch's, with full values that it only reads. Collective."""
-    for argument, given in arguments_of(func, args, kwargs).items():
-        for leaf in tree_leaves(given):
-            if isinstance(leaf, ShardedTensor) and not reads_only(func, argument):
-                leaf._refuse(name, MAY_WRITE, needs_full=False)
-
-    def full(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor):
-            return value
-        if value.role != _DATA:
-            value._refuse(name)
-        return value.full_view(name).plain()
-
-    return func(*tree_map(full, args), **tree_map(full, kwargs))
 
 
 # Functions with which torch reads the memory; a shard has none of the full shape.
 _FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}
 _FROM_MEMORY |= {Tensor.untyped_storage}
-
-
-def _call_with_full_values(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """Calls `func`, which cannot run on shards, with full values. Collective."""
-    leaves, tree = tree_flatten((args, dict(kwargs)))
-    full: dict[int, Tensor] = {}
-    for one in leaves:
-        if isinstance(one, ShardedTensor) and id(one) not in full:
-            full[id(one)] = one.full_view(name) if one.role == _DATA else one._gather(name)
-    args, kwargs = tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
-    with torch.no_grad():
-        result = func(*args, **kwargs)
-    given = {id(full[id(leaf)]): leaf for leaf in leaves if id(leaf) in full}
-    return tree_map(lambda value: given.get(id(value), value), result)
 
 
 # ---------------------------------------------------------------- elementwise
@@ -503,7 +404,7 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     if home is None or (written and home.shape != shape):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         why = f"shapes {shapes} would make a tensor of another size"
-        first._refuse(name, why, needs_full=not written)
+        first._refuse(name, why)
     assert isinstance(home, ShardedTensor)
     takes_scalar = name in _WITH_SCALAR or name.startswith(FOREACH)
 

@@ -249,18 +249,17 @@ def compares_stage(node):
 # Attributes that torch, Python and Lightning document as settable, in names that are ours, too.
 SETTABLE = {"data", "grad", "grad_dtype", "requires_grad", "__class__"}
 OF_OTHERS = """
-checkpoint.dcp_writer metadata.version
 launch.children sys.excepthook
 optim.clone copy.state
 optim.state_view optimizer.state
 optim.step self.optimizer.state
 strategy.checkpointing launcher.procs
+tensors.sharded ctx.error
 strategy.checkpointing self._checkpoint_io.checkpoint_io
 strategy.loops exception.code
 strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
 strategy.tracebacks sys.excepthook
-tensors.full_view ctx.error
 """  # objects of torch, Python and Lightning
 
 

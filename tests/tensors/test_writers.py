@@ -551,23 +551,26 @@ def test_a_tensor_gets_another_memory_as_in_torch_or_by_one_error(stage):
 
 
 DATA_EQUAL = "data", "equal"
-# Functions that only read the tensor, on every rank.
-READING = {
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "gather",
-    "reduce_scatter_tensor, out of",
-    "all_to_all, out of",
-    "all_to_all_single, out of",
-    "functional",
-    "mutates nothing",
-    "mutates nothing, two results",
-    "mutates another",
-    "mutates a list of others",
-    "raw out of",
-    "raw optional",
-    "raw, no write",
+# Writes in place to more than elements, or to some of them, in stage 3.
+REFUSED_INPLACE = {
+    "addmm_",
+    "cumsum_",
+    "embedding with a largest norm",
+    "fill_diagonal_",
+    "fused Adam",
+    "index",
+    "index_add_",
+    "index_copy_",
+    "init eye",
+    "masked_scatter_",
+    "mm, out",
+    "put_",
+    "renorm_",
+    "scatter_",
+    "sort, out",
+    "through a transposed view",
+    "through a view",
+    "tril_",
 }
 # Torch does not say that the output of these is a parameter; they fail when they write.
 TORCHS_TEXT = [
@@ -593,15 +596,16 @@ def test_functions_that_may_write_do_as_in_torch_or_raise_one_error(stage):
         }
         assert not wrong, wrong
         equal = {title for (name, title), text in found.items() if (name, text) == DATA_EQUAL}
-        assert equal == (set(WRITERS) if stage == 1 else READING | set(INPLACE) - {"fused Adam"})
+        elementwise = {*INPLACE, "all_gather_object"} - REFUSED_INPLACE  # that one pickles
+        assert equal == (set(WRITERS) if stage == 1 else elementwise)
 
 
 # ---------------------------------------------------------------- the last values of a fit
 
 
-class Symmetric(nn.Module):
+class Halved(nn.Module):
     def forward(self, weight):
-        return weight.triu() + weight.triu(1).T
+        return weight * 0.5
 
 
 class Parametrized(Recorder):
@@ -610,7 +614,7 @@ class Parametrized(Recorder):
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
-        parametrize.register_parametrization(self.net[0], "weight", Symmetric())
+        parametrize.register_parametrization(self.net[0], "weight", Halved())
 
     def part_loss(self, part, rank):
         x, y = part
