@@ -633,7 +633,7 @@ class Hooked(LightningModule):
 
     def on_train_epoch_end(self):
         self.net.online.load_state_dict(self.kept)
-        plain = copy.deepcopy(self.net).eval()
+        plain = copy.deepcopy(self.net).cpu().eval()
         self.seen.append(plain(torch.ones(2, 9)).item())
 
 

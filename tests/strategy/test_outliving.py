@@ -62,7 +62,7 @@ class Keeper(Callback):
 
 def _without_shards(value):
     """The plain tensors of a checkpoint's entry, as arrays."""
-    return {name: tensor.float().cpu().numpy() for name, tensor in value.items()}
+    return {name: np.array(tensor.float().cpu()) for name, tensor in value.items()}
 
 
 def _use_afterwards(rank, world_size, spec, options):
