@@ -36,6 +36,7 @@ from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.probe import find_full_optimizers
+from lightning_zero.optim.state_sizes import data_parallel_bytes, full_checkpoint_bytes
 from lightning_zero.planner import (
     SHAPES,
     Choice,
@@ -47,9 +48,7 @@ from lightning_zero.planner import (
     Machine,
     Rates,
     all_choices,
-    data_parallel_bytes,
     estimate,
-    full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
 )

@@ -43,7 +43,7 @@ from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import WaitLimits, ZeroConfig
 from lightning_zero.layout.foreign_options import unknown_option_error
-from lightning_zero.strategy.announce import announce, states_with_ddp
+from lightning_zero.strategy.announce import announce
 from lightning_zero.strategy.processes import Processes, StartMethod
 from lightning_zero.strategy.saving import (
     CheckpointType,
@@ -281,7 +281,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         config = self._settings.resolve(hardware, dtype, is_autocast=dtype is not None)
         gather = self.gather_for("all ranks to set up a module")
         self._settings.check_memory(module, optimizers, config, hardware, gather)
-        with_ddp = states_with_ddp(module, optimizers)
         engine = Engine(
             module,
             optimizers,
@@ -291,7 +290,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             wait_report_s=self._limits.report_s,
             heartbeat_timeout_s=self._limits.lost_s,
         )  # with a watchdog of its own: no rank regroups after an exception
-        announce(engine, with_ddp)
+        announce(engine)
         self._engines.append(engine)
         return ZeroModule(module, engine), optimizers, scheduler
 

@@ -27,12 +27,7 @@ from lightning_zero.planner.estimates import (
     make_memory_estimator,
 )
 from lightning_zero.planner.memory import MemoryEstimator
-from lightning_zero.planner.optimizers import (
-    OPTIMIZER_NAMES,
-    data_parallel_bytes,
-    full_checkpoint_bytes,
-    make_optimizers,
-)
+from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizers
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
 from lightning_zero.planner.traffic import Rates, Traffic
 
@@ -51,8 +46,6 @@ __all__ = [
     "Traffic",
     "all_choices",
     "cheapest",
-    "data_parallel_bytes",
-    "full_checkpoint_bytes",
     "estimate",
     "make_optimizers",
     "shape_of_hugging_face",

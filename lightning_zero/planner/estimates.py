@@ -20,10 +20,10 @@ from lightning_zero.layout.offload import (
 )
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES, State
+from lightning_zero.optim.state_sizes import StateSpec
 from lightning_zero.planner.engine_run import EngineRuns, Peak, RankOfGroup
 from lightning_zero.planner.memory import MemoryByRank, MemoryEstimator, RankMemory
 from lightning_zero.planner.no_step import peak_without_step
-from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.planner.traffic import Rates, Traffic, traffic_of
 
 __all__ = [

@@ -21,7 +21,7 @@ from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import OffloadConfig, Tier, padded_bytes, step_buffer_config
 from lightning_zero.layout.plan import BucketPlan, Master, Plan
 from lightning_zero.layout.stage import State
-from lightning_zero.planner.optimizers import OptimizerStates, StateSpec
+from lightning_zero.optim.state_sizes import OptimizerStates, StateSpec
 
 __all__ = ["MemoryEstimator", "MemoryByRank", "RankMemory"]
 

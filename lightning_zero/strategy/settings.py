@@ -33,8 +33,8 @@ from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.probe import find_full_optimizers
+from lightning_zero.optim.state_sizes import StateSpec
 from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
-from lightning_zero.planner.optimizers import StateSpec
 from lightning_zero.strategy.precision import ZeroPrecision
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import available_memory_bytes

@@ -11,6 +11,7 @@ from lightning_zero import ZeroConfig
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.probe import find_full_optimizers
+from lightning_zero.optim.state_sizes import OptimizerStates
 from lightning_zero.planner import (
     Choice,
     EngineRuns,
@@ -20,7 +21,6 @@ from lightning_zero.planner import (
     make_memory_estimator,
     make_optimizers,
 )
-from lightning_zero.planner.optimizers import OptimizerStates
 from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 from tests.support.ranks import run_ranks
 
