@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,20 +40,19 @@ from lightning_zero.optim.probe import find_full_optimizers
 from lightning_zero.optim.state_sizes import data_parallel_bytes, full_checkpoint_bytes
 from lightning_zero.planner import (
     SHAPES,
-    Choice,
     Decoder,
     DecoderShape,
     EngineRuns,
     Estimate,
-    Job,
     Machine,
     Rates,
     all_choices,
+    auto_base,
     estimate,
     make_optimizers,
     shape_of_hugging_face,
+    with_recompute,
 )
-from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["Source", "source_from_arguments", "run"]
@@ -91,14 +91,16 @@ def run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    job = Job(
+    runs = partial(
+        EngineRuns,
         source.module,
         optimizers,
         num_micro_batches=num_micro_batches,
+        autocast=autocast,
         full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    rows, note = _rows(job, source.step, machine, config, autocast)
+    rows, note = _rows(runs, source.step, machine, config)
     summary = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -153,59 +155,48 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
 
 
 def _rows(
-    job: Job, step: Step | None, machine: Machine, config: ZeroConfig, autocast: torch.dtype | None
+    runs: Callable[[Step | None], EngineRuns],
+    step: Step | None,
+    machine: Machine,
+    config: ZeroConfig,
 ) -> tuple[list[Row], str]:
     """Estimates of all choices, and a note on what is not counted.
 
     Args:
-        job: The job, without runs of the engine.
+        runs: Makes the runs of the engine for a step.
         step: Function of the model that computes a loss; None: its inputs are unknown.
         machine: Hardware of the job.
         config: Settings for any stage and offload.
-        autocast: Dtype of autocast; None: no autocast.
     """
     choices = all_choices(config)
-    note = "activations are not counted: pass the shapes of the inputs with --input."
     if step is not None:
-        runs = EngineRuns(
-            job.module,
-            job.optimizers,
-            step,
-            num_micro_batches=job.num_micro_batches,
-            autocast=autocast,
-            full_optimizers=job.full_optimizers,
-        )
-        counted = replace(job, runs=runs)
+        counted = runs(step)
         try:
             plain = [estimate(choice, counted, machine) for choice in choices]
         except ValueError as error:
             note = f"activations are not counted: {error}"
         else:
-            checkpointed, note = _checkpointed(choices, counted, machine)
-            return list(map(Row, plain, checkpointed)), note
-    return [Row(estimate(choice, job, machine), None) for choice in choices], note
+            recomputed, note = _with_recompute(plain, counted)
+            return list(map(Row, plain, recomputed)), note
+    else:
+        note = "activations are not counted: pass the shapes of the inputs with --input."
+    counted = runs(None)
+    return [Row(estimate(choice, counted, machine), None) for choice in choices], note
 
 
-def _checkpointed(
-    choices: Sequence[Choice], job: Job, machine: Machine
+def _with_recompute(
+    plain: Sequence[Estimate], runs: EngineRuns
 ) -> tuple[Sequence[Estimate | None], str]:
     """Estimates with activation checkpointing of the repeated blocks, and a note.
 
     None: modules are under activation checkpointing already, or there are no such blocks.
     """
-    nothing = [None] * len(choices)
-    is_set = any(find_checkpointed(job.module, choices[0].config.checkpointed_modules))
-    if is_set or not find_blocks(job.module):
+    nothing = [None] * len(plain)
+    is_set = any(find_checkpointed(runs.module, plain[0].choice.config.checkpointed_modules))
+    if is_set or not find_blocks(runs.module):
         return nothing, ""
     try:
-        return [
-            estimate(
-                replace(choice, config=choice.config.replace(activation_checkpointing=True)),
-                job,
-                machine,
-            )
-            for choice in choices
-        ], ""
+        return [with_recompute(estimate, runs) for estimate in plain], ""
     except ValueError as error:
         return nothing, f"activation checkpointing is not counted: {error}"
 

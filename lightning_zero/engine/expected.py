@@ -1,8 +1,8 @@
 """Bytes of the model states at an optimizer step, computed from a plan.
 
 For messages before the first step of a run: there are no gradients and no states of optimizers yet,
-and the module of a run cannot be copied for a trial run, as the planner does. A test compares these
-bytes with those that an engine counts.
+and the module of a run, which may hold its Trainer, cannot be copied, as the planner does. A test
+compares these bytes with those that an engine counts.
 
 [Note: Ranks that differ] If an optimizer steps full tensors, a rank has the states of those that it
 owns, so ranks differ.
