@@ -11,11 +11,11 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero.conf  # noqa: F401  # registers the schemas that its files refer to
 from lightning_zero.cli.options import PRECISIONS
-from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
+from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw, heading
 from lightning_zero.core.recompute import find_checkpointed, outermost
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
@@ -57,6 +57,7 @@ from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["Source", "source_from_arguments", "run"]
 
+_Item = TypeVar("_Item")
 _SHORT_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Attribute of the planner's `Rates` by argument; a GB is 10^9 bytes.
 _RATES = {
@@ -100,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
         full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    rows, note = _rows(runs, source.step, machine, config)
     summary = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -114,6 +114,9 @@ def run(args: argparse.Namespace) -> int:
         "data_parallel_bytes": data_parallel_bytes(named, optimizers),
         "full_checkpoint_bytes": full_checkpoint_bytes(named, optimizers),
     }
+    if not args.json:
+        print(heading(summary, machine), flush=True)
+    rows, note = _rows(runs, source.step, machine, config)
     best = best_of(rows)
     if args.json:
         print(json.dumps({**summary, "choices": [as_dict(row) for row in rows], "best": best}))
@@ -172,7 +175,7 @@ def _rows(
     if step is not None:
         counted = runs(step)
         try:
-            plain = [estimate(choice, counted, machine) for choice in choices]
+            plain = [estimate(choice, counted, machine) for choice in _progress(choices, "")]
         except ValueError as error:
             note = f"activations are not counted: {error}"
         else:
@@ -181,7 +184,21 @@ def _rows(
     else:
         note = "activations are not counted: pass the shapes of the inputs with --input."
     counted = runs(None)
-    return [Row(estimate(choice, counted, machine), None) for choice in choices], note
+    return [Row(estimate(c, counted, machine), None) for c in _progress(choices, "")], note
+
+
+def _progress(items: Sequence[_Item], how: str) -> Iterator[_Item]:
+    """Yields the items, and counts them on stderr if it is a terminal."""
+    is_shown = sys.stderr.isatty()
+    try:
+        for number, item in enumerate(items, start=1):
+            if is_shown:
+                text = f"\rchoice {number} of {len(items)}{how}"
+                print(text, end="", file=sys.stderr, flush=True)
+            yield item
+    finally:
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clears the line
 
 
 def _with_recompute(
@@ -196,7 +213,8 @@ def _with_recompute(
     if is_set or not find_blocks(runs.module):
         return nothing, ""
     try:
-        return [with_recompute(estimate, runs) for estimate in plain], ""
+        found = [with_recompute(one, runs) for one in _progress(plain, " with recompute")]
+        return found, ""
     except ValueError as error:
         return nothing, f"activation checkpointing is not counted: {error}"
 

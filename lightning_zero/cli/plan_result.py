@@ -33,7 +33,7 @@ from lightning_zero.planner import Estimate, Machine, as_arguments
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw"]
+__all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw", "heading"]
 
 _TEXT_WIDTH = 80  # columns
 _NVME_WITH_GRADIENTS = "nvme with gradients"
@@ -148,7 +148,7 @@ def as_text(
     *,
     shows_all: bool = False,
 ) -> str:
-    """Text of the result, for 80 columns.
+    """Text of the result below `heading`, for 80 columns.
 
     Args:
         summary: Model, training and ranks.
@@ -160,12 +160,16 @@ def as_text(
     """
     shown = rows if shows_all else _worth_reading(rows, best)
     num_left_out = len(rows) - len(shown)
-    above = [*_head(summary, machine), note]
     below = [f"{num_left_out} more choices: --all" if num_left_out else ""]
     below += _assumptions(summary, rows, machine) if shows_all else []
-    parts = [*map(_wrapped, filter(None, above)), "", _table(shown, best)]
+    parts = [*([_wrapped(note)] if note else []), "", _table(shown, best)]
     parts += [text for line in filter(None, below) for text in ("", _wrapped(line))]
     return "\n".join([*parts, "", *_verdict(summary, rows, best)])
+
+
+def heading(summary: Mapping[str, Any], machine: Machine) -> str:
+    """Lines about model and hardware, which are known before the estimates."""
+    return "\n".join(map(_wrapped, _head(summary, machine)))
 
 
 def _wrapped(text: str) -> str:
