@@ -5,6 +5,7 @@ Needs neither a device nor other ranks. The engine itself counts: it trains on s
     choices         every stage with every offload, as settings and as text
     estimates       memory and traffic of a choice, and whether it fits
     engine_run      bytes of a step and between steps; few blocks stand for many
+    counts          bytes between steps and moved in a step, of all buckets
     planned_engine  the engine without other ranks and without files
     shapes_only     operators that allocate their results and compute nothing
     shapes          models known by name or by their Hugging Face config.json
@@ -14,7 +15,8 @@ Start reading at `estimates`.
 """
 
 from lightning_zero.planner.choices import Choice, all_choices, as_arguments, auto_base
-from lightning_zero.planner.engine_run import Counts, EngineRuns
+from lightning_zero.planner.counts import Counts
+from lightning_zero.planner.engine_run import EngineRuns
 from lightning_zero.planner.estimates import (
     Estimate,
     Machine,

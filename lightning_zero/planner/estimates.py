@@ -12,7 +12,8 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.planner.choices import Choice, plan_of
-from lightning_zero.planner.engine_run import Counts, EngineRuns, RankOfGroup
+from lightning_zero.planner.counts import Counts
+from lightning_zero.planner.engine_run import EngineRuns, RankOfGroup
 
 __all__ = ["Estimate", "Machine", "Rates", "estimate", "exchanged_bytes", "with_recompute"]
 
