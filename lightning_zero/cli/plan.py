@@ -37,7 +37,11 @@ from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.probe import find_full_optimizers
-from lightning_zero.optim.state_sizes import data_parallel_bytes, full_checkpoint_bytes
+from lightning_zero.optim.state_sizes import (
+    OptimizerStates,
+    data_parallel_bytes,
+    full_checkpoint_bytes,
+)
 from lightning_zero.planner import (
     SHAPES,
     Decoder,
@@ -92,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
+    states = OptimizerStates(optimizers)
+    for parameter in named.values():
+        states.of(parameter, torch.float32)  # raises if a step of the optimizer needs more
     runs = partial(
         EngineRuns,
         source.module,
