@@ -16,14 +16,14 @@ from omegaconf import DictConfig
 
 from lightning_zero.launch.extras import apply_extras
 from lightning_zero.launch.options import ZeroStrategySettings
-from lightning_zero.launch.schema import named_with_hints, register
+from lightning_zero.launch.schema import register
 
 if TYPE_CHECKING:
     from lightning_zero._lightning import pytorch as pl
 
 __all__ = ["ZeroStrategySettings", "apply_extras", "make_trainer", "optimized_metric"]
 
-register(named_with_hints(ZeroStrategySettings))
+register(ZeroStrategySettings)
 
 
 def make_trainer(config: DictConfig) -> pl.Trainer:

@@ -1,14 +1,14 @@
 """Names of the strategies, and their registration with Lightning's Trainer and Fabric.
 
-[Note: Light import] Lightning takes seconds to import, and neither the command `lightning-zero` nor
-a training loop with an `Engine` needs it. So the names are registered at once only if a registry of
-Lightning is imported already; otherwise right after it is imported. For this, a finder on
-`sys.meta_path`, Python's hook for imports, waits for the module of that registry. It then removes
-itself, and changes nothing else. What is registered is a function that imports a `ZeroStrategy`
-when a Trainer or Fabric asks for it.
+[Note: Light import] Lightning takes seconds to import, and neither the command `lightning-zero`,
+`--help` of a Hydra project nor a training loop with an `Engine` needs it. So the names are
+registered at once only if Lightning is imported already; otherwise they are when Python looks for
+the module of Lightning that looks names up. `_Hook` on `sys.meta_path` is called for each import;
+it finds no module itself. What is registered is a function that imports a `ZeroStrategy` when a
+Trainer or Fabric asks for it.
 
 Alternatives considered: importing Lightning here is simpler, but every command and every loop would
-wait for it. Lightning has no entry point for strategies.
+wait for it, and with two distributions for both. Lightning has no entry point for strategies.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -27,14 +26,24 @@ from lightning_zero._lightning import Distribution, use
 
 __all__ = ["register", "register_when_imported"]
 
-# Modules of Lightning with a registry: its name there, the distribution, and the module of our
-# class for it.
+# For each module of Lightning that looks strategies up: the module and name of its registry, the
+# distribution, and the module of our class for it.
 _REGISTRIES = {
-    f"{module}.strategies": (attribute, distribution, of_strategy)
+    module: (f"{package}.strategies", name, distribution, of_strategy)
     for distribution in Distribution
-    for module, attribute, of_strategy in (
-        (distribution.pytorch, "StrategyRegistry", "lightning_zero.strategy.strategy"),
-        (distribution.fabric, "STRATEGY_REGISTRY", "lightning_zero.fabric.strategy"),
+    for module, package, name, of_strategy in (
+        (
+            f"{distribution.pytorch}.trainer.connectors.accelerator_connector",
+            distribution.pytorch,
+            "StrategyRegistry",
+            "lightning_zero.strategy.strategy",
+        ),
+        (
+            f"{distribution.fabric}.connector",
+            distribution.fabric,
+            "STRATEGY_REGISTRY",
+            "lightning_zero.fabric.strategy",
+        ),
     )
 }
 # Names with `_offload` have the meaning of Lightning's names for DeepSpeed.
@@ -59,13 +68,12 @@ def make_strategy(distribution: Distribution, module: str, **settings: Any) -> A
     return importlib.import_module(module).ZeroStrategy(**settings)
 
 
-def register(module: ModuleType) -> None:
-    """Registers all names in the registry of a module of Lightning. Idempotent."""
-    attribute, distribution, of_strategy = _REGISTRIES[module.__name__]
-    registry = getattr(module, attribute, None)
+def register(module: str) -> None:
+    """Registers all names in the registry in which `module` of Lightning looks. Idempotent."""
+    source, attribute, distribution, of_strategy = _REGISTRIES[module]
+    registry = getattr(importlib.import_module(source), attribute, None)
     if registry is None:  # the import of Lightning must not fail because of us
-        text = f"{module.__name__} has no {attribute}, so it does not know zero1 to zero3."
-        warnings.warn(text, stacklevel=2)
+        warnings.warn(f"{source} has no {attribute}, so it has no zero1 to zero3.", stacklevel=2)
         return
     for name, settings in _SETTINGS.items():
         for suffix, start_method in (("", "popen"), ("_notebook", "fork")):
@@ -80,49 +88,23 @@ def register(module: ModuleType) -> None:
             )
 
 
-def register_when_imported() -> None:
-    """Registers all names now, or once Lightning is imported. See [Note: Light import]."""
-    waited_for = {finder.name for finder in sys.meta_path if isinstance(finder, _Finder)}
-    for name in _REGISTRIES:
-        if name in sys.modules:
-            register(importlib.import_module(name))
-        elif name not in waited_for:
-            sys.meta_path.insert(0, _Finder(name))
-
-
-class _Finder(MetaPathFinder):
-    """Finds the module `name` as the other finders do, and adds the registration."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+class _Hook(MetaPathFinder):
+    """Registers the names before Lightning's module that looks them up is imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self.name:
-            return None
-        for finder in [finder for finder in sys.meta_path if finder is not self]:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _Loader(spec.loader, self)
-                return spec
-        return None
+    ) -> None:
+        if fullname in _REGISTRIES:
+            register(fullname)
 
 
-class _Loader(Loader):
-    """Loads the module as `loader` does, and then registers the names."""
+_HOOK = _Hook()
 
-    def __init__(self, loader: Loader, finder: _Finder) -> None:
-        self._loader = loader
-        self._finder = finder
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        module.__spec__.loader = module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        register(module)
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+def register_when_imported() -> None:
+    """Registers all names now, or once Lightning is imported. See [Note: Light import]."""
+    for module in _REGISTRIES:
+        if module in sys.modules:
+            register(module)
+    if _HOOK not in sys.meta_path:
+        sys.meta_path.insert(0, _HOOK)

@@ -3,8 +3,8 @@
     pytorch   names of the Trainer's package
     fabric    names of Fabric's package
 
-No other module imports Lightning. The names, and the types that a checker sees, are listed once, in
-the stubs `pytorch.pyi` and `fabric.pyi`.
+No other module imports Lightning. Both list each name once, with the type that it has in
+`lightning`. Importing one of them imports Lightning.
 
 [Note: Two distributions] The same source of Lightning is published as `lightning`, with
 `lightning.pytorch` and `lightning.fabric`, and as `pytorch_lightning` with `lightning_fabric`. A
@@ -22,24 +22,18 @@ would then be two classes, and a user could import the wrong one.
 
 from __future__ import annotations
 
-import ast
-import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
-from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 __all__ = [
     "VARIABLE",
     "Distribution",
     "chosen",
     "how_to_change",
-    "lookup",
     "use",
     "used_by_children",
 ]
@@ -151,36 +145,3 @@ def _find() -> Distribution:
         return imported[0]
     is_installed = find_spec(Distribution.LIGHTNING.value) is not None
     return Distribution.LIGHTNING if is_installed else Distribution.PYTORCH_LIGHTNING
-
-
-def lookup(file: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of the module at `file`: it imports the names that its stub lists.
-
-    A name is imported when it is first used, so that no module of Lightning is imported before.
-    """
-    modules = cache(lambda: _listed(Path(file).with_suffix(".pyi")))
-
-    def get(name: str) -> Any:
-        module = modules().get(name)
-        if module is None:
-            raise AttributeError(f"{name} is not listed in {Path(file).stem}.pyi")
-        return getattr(importlib.import_module(_with_package(module)), name)
-
-    return cache(get)
-
-
-def _listed(stub: Path) -> dict[str, str]:
-    """Maps the names that a stub imports to their modules in `lightning`."""
-    imports = [
-        node for node in ast.parse(stub.read_text()).body if isinstance(node, ast.ImportFrom)
-    ]
-    return {alias.name: node.module or "" for node in imports for alias in node.names}
-
-
-def _with_package(module: str) -> str:
-    """Name of a module of `lightning` in the distribution that is used."""
-    library, used = Distribution.LIGHTNING, chosen()
-    for package, replacement in ((library.pytorch, used.pytorch), (library.fabric, used.fabric)):
-        if module == package or module.startswith(f"{package}."):
-            return replacement + module.removeprefix(package)
-    raise AssertionError(module)

@@ -130,8 +130,7 @@ def queue_warnings(device: torch.device) -> list[str]:
         return []
     return [
         "CUDA_DEVICE_MAX_CONNECTIONS is 1, so that kernels of two NCCL communicators can wait for "
-        "each other forever; unset it, or use separate_reduce_scatter_group=False and "
-        "overlap_step=False."
+        "each other forever; unset it, or use overlap_step=False."
     ]
 
 

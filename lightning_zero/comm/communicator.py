@@ -43,7 +43,6 @@ from lightning_zero.health.world import (
     next_watchdog_name,
     world_size,
 )
-from lightning_zero.layout.config import WaitLimits
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
@@ -68,7 +67,6 @@ class Communicator:
         check: Called on the control plane before any group is made that depends on settings; it
             raises on every rank or on none.
         watchdog: Reports failures of other ranks; None: the communicator makes its own.
-        limits: Limits of waiting for the communicator's own watchdog.
         before_collective: Called with the name of a collective on request before it is issued, so
             that all ranks issue it together.
 
@@ -93,7 +91,6 @@ class Communicator:
         separates_gathers: bool = False,
         check: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
-        limits: WaitLimits | None = None,
         before_collective: Callable[[str], object] = lambda name: None,
     ) -> None:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -125,7 +122,7 @@ class Communicator:
         name = next_watchdog_name(self.rank) if self._owns_watchdog else ""
         self._open_group()
         if watchdog is None:
-            watchdog = Watchdog(name, rank=self.rank, size=self.size, limits=limits)
+            watchdog = Watchdog(name, rank=self.rank, size=self.size)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
         self.can_regroup = watchdog.can_regroup

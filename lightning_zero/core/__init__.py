@@ -35,7 +35,7 @@ For sharded parameters, the collective order decides which all-gather comes next
 `Unsharder.prefetch` how early. A hook reports the use of a unit to `StepCoordinator.pre_forward` or
 `pre_backward`, these to the `Unsharder`, which requests the unit
 (`CollectiveOrder.request_unshard`) and prefetches the next ones of a recorded schedule, as far as
-`overlap_comm`, `prefetch_bucket_size`, `max_live_parameters` and `reshard_after_forward` allow, and
+`overlap_comm`, `prefetch_bucket_size` and `reshard_after_forward` allow, and
 up to the next reduction in the schedule. The order calls `Unsharder.issue_unshard` in its turn, and
 so `Bucket.unshard` and `Communicator.all_gather`. The turn is that of the recorded schedule, which
 `hoist_all_gathers` makes from the log of an earlier pass, and which all ranks have adopted in the

@@ -598,7 +598,7 @@ class Bucket:
         On `device`; None: without values, see tensors/meta.py.
         """
         self.wait_for_unshard()
-        self.grads.reset()
+        self.grads.close()  # else all ranks would gather `.grad` as a tensor that a user holds
         views = self.masters.full_tensors() if device is not None else []
         unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
         self.writes.detach_all()

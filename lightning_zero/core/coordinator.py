@@ -372,7 +372,7 @@ class StepCoordinator:
         self._state_offload.check(State.PARAM, State.GRAD)
         if not self.reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
-        self.first_use.wait_for_all()
+        self.first_use.begin_backward()
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
         self.reducer.set_ends_step(reduces)
@@ -440,6 +440,7 @@ class StepCoordinator:
 
     def _finalize_backward(self) -> None:
         """Completes the reductions and reshards all units. Collective."""
+        self.first_use.end_backward()
         self.reducer.finalize_backward()
         self.unsharder.end_backward()
         for unit in self.units:

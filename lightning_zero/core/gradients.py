@@ -437,6 +437,11 @@ class Gradients:
         num_slots = len(self._parameters)
         self.is_local, self.is_reduced, self.is_touched = ([False] * num_slots for _ in range(3))
 
+    def close(self) -> None:
+        """Drops all gradients, and the memory and the `.grad` tensors of the mean."""
+        self.reset()
+        self._drop_main_grad()
+
     @property
     def store(self) -> ShardStore | None:
         """Store of the mean; None if it is on the device."""

@@ -277,25 +277,21 @@ class Unsharder:
     def prefetch(self) -> None:
         """Unshards the next units of the schedule, as far as the settings allow."""
         order, unsharded, config = self._order, self._unsharded, self._config
-        budget, limit = config.prefetch_bucket_size, config.max_live_parameters
+        budget = config.prefetch_bucket_size
         ahead = sum([unit.numel for unit in self._unclaimed]) if self._unclaimed else 0
         while config.overlap_comm and (index := order.next_unit) is not None:
             unit = self.units[index]
             ahead += unit.numel
             if unit in unsharded:
                 break  # it may be in use, and be used once more
-            num_passing, live = 0, unit.numel
-            for one in unsharded:
-                num_passing += not one.stays_unsharded
-                live += one.numel
             # Without a budget, at most one is prefetched; others may stay from their forward on.
             if budget is not None:
                 is_too_far = ahead > budget
             elif config.reshard_after_forward is False:
                 is_too_far = bool(self._unclaimed)
             else:
-                is_too_far = num_passing > 1
-            if is_too_far or (limit is not None and live > limit):
+                is_too_far = sum(not other.stays_unsharded for other in unsharded) > 1
+            if is_too_far:
                 break
             order.prefetch()
         if self._reads_files:

@@ -1,12 +1,12 @@
 """DeepSpeed's formats: a configuration gives the same training here, a checkpoint is opened.
 
 Imports layout and tensors. `translate` turns a file (or a dict) into a `ZeroConfig` and arguments
-for the Trainer. A setting that would change the training and is not supported is a `ValueError`; a
-setting without effect is listed in `Translation.ignored`.
+for the Trainer. A setting that would change the training and is not supported is a `ValueError`;
+every other key that is not translated is in `Translation.ignored`.
 
-    translate   converts the file into settings of this package
+    file        reads it: a table of the keys that are translated, one of those that are refused
+    translate   converts these values into settings of this package
     optimizer   refuses its optimizer and scheduler sections, with the same lines in torch
-    file        parses its sections; has a rule for every key of DeepSpeed
     checkpoint  opens checkpoint directories as full tensors by name
 
 Begin with `translate`.

@@ -13,9 +13,6 @@ from textwrap import indent
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-
-from lightning_zero.deepspeed.file import Section
 
 __all__ = ["refuse_optimizer"]
 
@@ -30,95 +27,74 @@ _AUTO = {
 }
 
 
-def refuse_optimizer(file: Section) -> None:
-    """Refuses a file with an optimizer or a scheduler section.
-
-    Raises:
-        ValueError: It has one; the message has lines of torch that step in the same way.
-    """
-    optimizer, scheduler = file.section("optimizer"), file.section("scheduler")
-    found = [section for section in (optimizer, scheduler) if section.values]
-    if not found:
+def refuse_optimizer(optimizer: dict[str, Any], scheduler: dict[str, Any]) -> None:
+    """Raises a ValueError with lines of torch that step as these sections, if one is not empty."""
+    sections = {"optimizer": optimizer, "scheduler": scheduler}
+    if not any(sections.values()):
         return
-    lines = [*_optimizer_lines(optimizer, scheduler), *_scheduler_lines(scheduler)]
-    text = "\n".join(lines)
+    rates = _code(scheduler.get("params", {}))
+    rate = rates.get("warmup_max_lr", "0.001" if scheduler.get("type") == "WarmupDecayLR" else None)
+    text = "\n".join([*_optimizer_lines(optimizer, rate), *_scheduler_lines(scheduler, rates)])
     hints = ["import math"] if "math." in text else []
     hints += ['args = ...  # TrainingArguments: the file has "auto"'] if "args." in text else []
-    names = " and ".join(section.name for section in found)
+    names = " and ".join(name for name, section in sections.items() if section)
     raise ValueError(
         f"from_deepspeed does not read the {names} of a file. Remove this part, and write in "
         "configure_optimizers:\n\n" + indent("\n".join([*hints, text]), "    ")
     )
 
 
-def _code(params: Section, key: str, default: Any = None) -> str:
-    """Python code of a value; that of TrainingArguments where the file has "auto"."""
-    if params.values.get(key) == "auto" and key in _AUTO:
-        return _AUTO[key]
-    value = params.get(key) if params.has(key) else default
-    return repr(tuple(value) if isinstance(value, list) else value)
+def _code(params: dict[str, Any]) -> dict[str, str]:
+    """Python code of each value; that of TrainingArguments where the file has "auto"."""
+    code = {}
+    for key, value in params.items():
+        if value == "auto" and key in _AUTO:
+            code[key] = _AUTO[key]
+        elif value is not None and value != "auto":
+            code[key] = repr(value if isinstance(value, (str, int, float)) else tuple(value))
+    return code
 
 
-# -------------------------------------------------------------------- optimizer
-
-_ADAMS = ("adam", "adamw")
-# Arguments of DeepSpeed's Adam, and the values at which torch's does not need them.
-_ADAM_ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("adam_w_mode", "torch_adam", "set_grad_none"), (True, False, "auto", None)),
-    **dict.fromkeys(("bias_correction", "fp32_optimizer_states"), (True, "auto", None)),
+_ADAM_ONLY = {  # arguments of DeepSpeed's Adam that torch's does not need, with these values
+    **dict.fromkeys(("adam_w_mode", "torch_adam", "set_grad_none"), ("True", "False")),
+    **dict.fromkeys(("bias_correction", "fp32_optimizer_states"), ("True",)),
 }
-_OTHERS = ("lion", "muon", "optimizer")  # torch's are others, or none
 
 
-def _optimizer_lines(section: Section, scheduler: Section) -> Iterator[str]:
-    params = section.section("params")
-    name, rate = str(section.values.get("type")), _own_rate(scheduler)
-    kind = _torch_optimizer(name, is_decoupled=params.flag("adam_w_mode") is not False)
-    if kind is None:
-        if section.values:
-            yield f"# torch has no optimizer that is DeepSpeed's {name!r} with {params.values}"
+def _optimizer_lines(section: dict[str, Any], rate: str | None) -> Iterator[str]:
+    params = _code(section.get("params", {}))
+    name = str(section.get("type"))
+    is_adam = name.lower() in ("adam", "adamw")
+    if is_adam:
+        is_decoupled = name.lower() == "adamw" or params.get("adam_w_mode") != "False"
+        name = "AdamW" if is_decoupled else "Adam"
+        if params.get("torch_adam") != "True":
+            params = {"weight_decay": "0.0", **params}  # torch's AdamW decays by 0.01
+        params = {key: params[key] for key in params if params[key] not in _ADAM_ONLY.get(key, ())}
+        params["fused"] = "True"
+    names = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
+    name = names.get(name.lower(), "")
+    if name in ("", "Lion", "Muon", "Optimizer"):  # torch's are others
+        if section:
+            yield _no("optimizer", section)
         yield f"optimizer = ...{f'  # with lr={rate}' if rate else ''}"
         return
-    given = dict(params.values)
-    if name.lower() in _ADAMS:
-        given = {key: given[key] for key in given if given[key] not in _ADAM_ONLY.get(key, ())}
-        if not params.flag("torch_adam"):
-            given = {"weight_decay": 0.0, **given}  # torch's AdamW decays by 0.01
-    known = inspect.signature(kind).parameters
-    filled = Section(given, params.name)
-    arguments = {key: _code(filled, key, known[key].default) for key in given if key in known}
-    arguments |= {"lr": rate} if rate else {}
-    arguments |= {"fused": "True"} if name.lower() in _ADAMS else {}
-    listed = ", ".join(["self.parameters()", *(f"{k}={code}" for k, code in arguments.items())])
-    for key in (key for key in given if key not in known):
-        yield f"# torch.optim.{kind.__name__} has no {key}={given[key]!r}"
-    yield f"optimizer = torch.optim.{kind.__name__}({listed})"
+    params |= {"lr": rate} if rate else {}
+    known = inspect.signature(getattr(torch.optim, name)).parameters
+    for key in [key for key in params if key not in known]:
+        yield f"# torch.optim.{name} has no {key}={params.pop(key)}"
+    listed = ", ".join(["self.parameters()", *(f"{key}={code}" for key, code in params.items())])
+    yield f"optimizer = torch.optim.{name}({listed})"
 
 
-def _own_rate(scheduler: Section) -> str | None:
-    """Code of the learning rate that the schedule has for the optimizer; None: it has none."""
-    params = scheduler.section("params")
-    if params.values.get("warmup_max_lr") is not None:
-        return _code(params, "warmup_max_lr")
-    return "0.001" if scheduler.values.get("type") == "WarmupDecayLR" else None
+def _no(what: str, section: dict[str, Any]) -> str:
+    params = section["params"]
+    return f"# torch has no {what} that is DeepSpeed's {str(section.get('type'))!r} with {params}"
 
-
-def _torch_optimizer(name: str, *, is_decoupled: bool) -> type[Optimizer] | None:
-    """Class of torch that steps as DeepSpeed's optimizer `name`; None: there is none."""
-    if name.lower() == "adam" and is_decoupled:
-        return torch.optim.AdamW
-    if name.lower() in _OTHERS:
-        return None
-    kinds = {key.lower(): kind for key, kind in vars(torch.optim).items()}
-    kind = kinds.get(name.lower())
-    return kind if isinstance(kind, type) and issubclass(kind, Optimizer) else None
-
-
-# -------------------------------------------------------------------- scheduler
 
 _SHARES = {  # of the warm-up that is done before optimizer step `step`
-    "linear": "min(1, max(0, step - 1) / warmup)",
-    "log": "min(1, math.log(max(1, step)) / math.log(warmup))",
+    "'linear'": "min(1, max(0, step - 1) / warmup)",
+    "'log'": "min(1, math.log(max(1, step)) / math.log(warmup))",
 }
 _SCHEDULES = {
     "WarmupLR": """\
@@ -142,28 +118,25 @@ def factor(step):
 }
 
 
-def _scheduler_lines(section: Section) -> Iterator[str]:
-    if not section.values:
+def _scheduler_lines(section: dict[str, Any], params: dict[str, str]) -> Iterator[str]:
+    if not section:
         yield "return optimizer"
         return
-    name, params = section.values.get("type"), section.section("params")
-    share = _SHARES.get(str(params.get("warmup_type") or "log"))
-    has_rates_of_groups = any(isinstance(value, list) for value in params.values.values())
-    if name in _SCHEDULES and share is not None and not has_rates_of_groups:
-        yield f"warmup = max(2, {_code(params, 'warmup_num_steps', 1000)})"
-        total = "self.trainer.estimated_stepping_batches"
-        if params.has("total_num_steps"):
-            total = _code(params, "total_num_steps")
-        yield from [f"total = {total}"] if name != "WarmupLR" else []
-        low = _code(params, "warmup_min_ratio", 0.0)
-        if name != "WarmupCosineLR" and params.get("warmup_min_lr"):
-            low = f"{_code(params, 'warmup_min_lr')} / optimizer.param_groups[0]['lr']"
+    name, share = section.get("type"), _SHARES.get(params.get("warmup_type", "'log'"))
+    has_rates_of_groups = any(code.startswith("(") for code in params.values())
+    if name not in _SCHEDULES or share is None or has_rates_of_groups:
+        yield from (_no("scheduler", section), "scheduler = ...")
+    else:
+        yield f"warmup = max(2, {params.get('warmup_num_steps', 1000)})"
+        if name != "WarmupLR":
+            total = params.get("total_num_steps", "self.trainer.estimated_stepping_batches")
+            yield f"total = {total}"
+        low = params.get("warmup_min_ratio", "0.0")
+        if name != "WarmupCosineLR" and "warmup_min_lr" in params:
+            low = f"{params['warmup_min_lr']} / optimizer.param_groups[0]['lr']"
         yield f"low = {low}"
-        last = _code(params, "cos_min_ratio", 0.0001)
+        last = params.get("cos_min_ratio", "0.0001")
         yield from _SCHEDULES[name].format(share=share, last=last).splitlines()
         yield "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
-    else:
-        yield f"# torch has no scheduler that is DeepSpeed's {name!r} with {params.values}"
-        yield "scheduler = ..."
     yield "lr_scheduler = {'scheduler': scheduler, 'interval': 'step'}"
     yield "return {'optimizer': optimizer, 'lr_scheduler': lr_scheduler}"

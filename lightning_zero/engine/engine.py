@@ -46,7 +46,8 @@ from lightning_zero.engine.held import lose_held, unshard_held
 from lightning_zero.engine.offloaded import as_states, device_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, check_and_probe
 from lightning_zero.health.watchdog import Watchdog
-from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
+from lightning_zero.layout.config import ZeroConfig, as_timeout
+from lightning_zero.layout.foreign_options import explain_unknown_options
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import BucketPlan
@@ -67,6 +68,7 @@ from lightning_zero.tiers.storage import Storage
 __all__ = ["Engine"]
 
 
+@explain_unknown_options
 class Engine:
     """Shards the state of `module` and `optimizers` over all ranks of the default process group.
 
@@ -84,11 +86,6 @@ class Engine:
             device never holds the full model. None: the device of the parameters.
         timeout: timedelta or seconds, default None. Timeout of each collective. None: the
             backend's.
-        wait_report_s: Seconds, default 30. Time of waiting for other ranks after which rank 0
-            prints the status of all ranks. None: never.
-        heartbeat_timeout_s: Seconds, default None. Time without a heartbeat after which a rank
-            counts as lost, which ends the job on all ranks. None: missing heartbeats alone end
-            nothing. A pause that holds Python's GIL stops the heartbeat, too: use a minute or more.
         watchdog: Watchdog that reports failures of other ranks. None: a new one.
         broadcasts_every_forward: bool, default True. Copy rank 0's buffers before every forward of
             the module, as DDP does, if `broadcast_buffers` is set. False: only in
@@ -127,8 +124,6 @@ class Engine:
         *,
         device: torch.device | None = None,
         timeout: timedelta | float | None = None,
-        wait_report_s: float | None = 30.0,
-        heartbeat_timeout_s: float | None = None,
         watchdog: Watchdog | None = None,
         broadcasts_every_forward: bool = True,
     ) -> None:
@@ -138,7 +133,6 @@ class Engine:
             self._communicator_class,
             timeout=as_timeout(timeout),
             watchdog=watchdog,
-            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             before_collective=self._before_collective,
         )
         self._is_ready = False  # `coordinator` and `lockstep` exist

@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.tensors.live import Key, LiveTensors
@@ -90,6 +90,9 @@ def _lose(held: dict[Key, ShardedTensor], reason: str) -> None:
 
 def _swap(tensor: ShardedTensor, full: Tensor) -> None:
     """Makes `tensor` the plain tensor `full`, which nothing else refers to."""
+    full.requires_grad_(tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        full = nn.Parameter(full, tensor.requires_grad)
     try:
         torch.utils.swap_tensors(tensor, full)
     except RuntimeError:

@@ -41,7 +41,7 @@ from lightning_zero.fabric.objects import NamedObjects
 from lightning_zero.fabric.precision import autocast_dtype, checked_precision
 from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
-from lightning_zero.layout.config import WaitLimits, ZeroConfig
+from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.foreign_options import unknown_option_error
 from lightning_zero.strategy.announce import announce
 from lightning_zero.strategy.processes import Processes, StartMethod
@@ -52,12 +52,12 @@ from lightning_zero.strategy.saving import (
     is_user_io,
     why_sharded,
 )
-from lightning_zero.strategy.settings import Hardware, Settings
+from lightning_zero.strategy.settings import Hardware, Settings, check_memory_together
 from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["ZeroStrategy"]
 
-_SETTINGS = {field.name: field.default for field in fields(ZeroConfig)}
+_SETTINGS = {field.name for field in fields(ZeroConfig)}
 _TRAINERS_SETTINGS = {"async_save", "unshard_after_fit"}
 
 
@@ -70,8 +70,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         stage: ZeRO stage, 0 to 3.
         checkpoint: "auto", "full" or "sharded", default "auto". Kind of checkpoint, as for
             `lightning_zero.ZeroStrategy`.
-        check_memory: bool, default True. Raise an error in `setup` if the states of the module
-            exceed the total memory.
         accelerator: Accelerator, as in every strategy of Fabric. Set by Fabric.
         parallel_devices: Devices of this node. Set by Fabric.
         cluster_environment: ClusterEnvironment. None: chosen by Fabric.
@@ -79,8 +77,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         precision: Precision plugin. Set by Fabric.
         process_group_backend: Backend of collectives. None: "nccl" on CUDA, "gloo" on CPU.
         timeout: timedelta or seconds, default 30 minutes. Timeout of each collective.
-        wait_report_s: Seconds, default 30, of waiting after which all ranks are reported.
-        heartbeat_timeout_s: Seconds without a heartbeat after which a rank counts as lost.
         start_method: "popen", "spawn", "fork" or "forkserver".
         batch_group_size: Number of consecutive ranks that get the same samples, as for
             `lightning_zero.ZeroStrategy`.
@@ -100,7 +96,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         stage: int = 3,
         *,
         checkpoint: CheckpointType = "auto",
-        check_memory: bool = True,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -108,8 +103,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        wait_report_s: float | None = 30.0,
-        heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
         batch_group_size: int = 1,
         **settings: Any,
@@ -118,18 +111,15 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             raise ValueError(
                 f'stage must be 0, 1, 2 or 3 with Fabric, got {stage!r}; "auto" needs the Trainer.'
             )
-        if unknown := sorted(settings.keys() - _SETTINGS.keys()):
+        if unknown := sorted(settings.keys() - _SETTINGS):
             if unknown[0] in _TRAINERS_SETTINGS:
                 raise TypeError(f"{unknown[0]} is no option with Fabric: it needs the Trainer.")
             own = inspect.signature(type(self)).parameters.keys() - {"settings"}
-            raise unknown_option_error("ZeroStrategy with Fabric", unknown[0], own | set(_SETTINGS))
+            raise unknown_option_error("ZeroStrategy with Fabric", unknown[0], own | _SETTINGS)
         check_checkpoint_type(checkpoint)
-        of_objects = {
-            "checkpoint": checkpoint,
-            "check_memory": check_memory,
-            "batch_group_size": batch_group_size,
-        }
-        self._settings = Settings({**_SETTINGS, **settings, **of_objects, "stage": stage})
+        self._settings = Settings(
+            stage, settings, checkpoint=checkpoint, batch_group_size=batch_group_size
+        )
         self._checkpoint_type = checkpoint
         self._engines: list[Engine] = []
         self._num_nodes = 1
@@ -141,7 +131,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             precision=precision,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
             start_method=start_method,
             batch_group_size=batch_group_size,
         )
@@ -280,15 +269,13 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         dtype = autocast_dtype(precision)
         config = self._settings.resolve(hardware, dtype, is_autocast=dtype is not None)
         gather = self.gather_for("all ranks to set up a module")
-        self._settings.check_memory(module, optimizers, config, hardware, gather)
+        check_memory_together(module, optimizers, config, hardware, gather)
         engine = Engine(
             module,
             optimizers,
             config,
             device=self.root_device,
             timeout=self._timeout,
-            wait_report_s=self._limits.report_s,
-            heartbeat_timeout_s=self._limits.lost_s,
         )  # with a watchdog of its own: no rank regroups after an exception
         announce(engine)
         self._engines.append(engine)

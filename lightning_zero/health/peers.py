@@ -28,7 +28,6 @@ from lightning_zero.health.world import server_of
 
 __all__ = [
     "REACHED_END",
-    "Heartbeats",
     "HostedStore",
     "Peer",
     "PeerExit",
@@ -50,8 +49,6 @@ _RANK_0_TIMEOUT_S = 3.0  # wait for rank 0 to announce itself
 _RANK_0_IS_HERE = "lightning_zero/rank_0_is_here"
 _MAX_PIDS = 2**31
 _CHECK_S = 0.05  # between checks whether the store has been lost
-_MAX_BEAT_S = 5.0  # between two heartbeats
-_BEATS = 4  # beats in the time after which a silent rank is lost
 
 _log = logging.getLogger(__name__)
 _Request = tuple["Future[Any]", str, tuple[Any, ...]]
@@ -292,50 +289,6 @@ class ScriptEnds:
                 log_unreadable(line)
 
 
-class Heartbeats:
-    """Detects a silent rank, such as a stopped process or a node without a network.
-
-    Each rank writes a growing number, and reads the number of the next rank: two requests per beat,
-    for any number of ranks. If several ranks in a row are lost, the first one is detected.
-
-    Args:
-        name: Prefix of the keys in the store.
-        rank: Rank of this process.
-        size: Number of ranks.
-        lost_s: Seconds of silence after which a rank is lost.
-    """
-
-    def __init__(self, name: str, rank: int, size: int, lost_s: float) -> None:
-        self.next_rank = (rank + 1) % size
-        self._own, self._others = f"{name}/beat/{rank}", f"{name}/beat/{self.next_rank}"
-        self._lost_s = lost_s
-        self._every_s = min(_MAX_BEAT_S, lost_s / _BEATS)
-        self._beat_at = 0.0  # time.monotonic() of the last own beat
-        self._num_beats = 0
-        self._last_beat = b""  # the last beat of the next rank
-        self._last_beat_at = 0.0
-
-    def poll(self, store: Any) -> str | None:
-        """Sends a beat if one is due; returns a clause that names the next rank if it is lost."""
-        now = time.monotonic()
-        since = now - self._beat_at
-        if since < self._every_s:
-            return None
-        self._beat_at = now
-        self._num_beats += 1
-        store.set(self._own, str(self._num_beats))
-        beat = store.get(self._others) if store.check([self._others]) else b""
-        # If the entire job was suspended, this rank was silent itself, and nothing is lost.
-        if not beat or beat != self._last_beat or since > self._lost_s / 2:
-            self._last_beat, self._last_beat_at = beat, now
-        elif now - self._last_beat_at > self._lost_s:
-            return (
-                f"rank {self.next_rank} has been silent for {self._lost_s:g} s "
-                "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached"
-            )
-        return None
-
-
 class HostedStore:
     """Client of a store in another process that never hangs; for one thread only.
 
@@ -386,14 +339,14 @@ class HostedStore:
 def connect_to_store(
     rank: int,
     has_rank_0_exited: Callable[[], bool],
-    is_lost: Callable[[str, float], bool] = lambda place, seconds: False,
+    on_silence: Callable[[str, float], None] = lambda place, seconds: None,
 ) -> Any:
     """Connects to the store of WORLD once more: requests on one connection wait for each other.
 
     Args:
         rank: Rank of this process.
         has_rank_0_exited: Returns whether the process of rank 0 has ended.
-        is_lost: Returns whether the store is lost; called with its location, such as
+        on_silence: Called while an answer is awaited, with the store's location, such as
             "10.0.0.1:29500, in the process of rank 0", and the seconds without an answer.
     """
     default: Any = dist.distributed_c10d._get_default_store()
@@ -406,6 +359,7 @@ def connect_to_store(
     place = f"{server.host}:{server.port}, in {host}"
 
     def is_request_lost(seconds: float) -> bool:
-        return (not is_torchruns and has_rank_0_exited()) or is_lost(place, seconds)
+        on_silence(place, seconds)
+        return not is_torchruns and has_rank_0_exited()
 
     return HostedStore(store, is_request_lost)

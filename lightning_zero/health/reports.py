@@ -12,8 +12,9 @@ from typing import Any
 
 from lightning_zero.health.waits import RankStatus, Wait, Waits
 
-__all__ = ["LogEntry", "Reports", "report"]
+__all__ = ["WAIT_REPORT_S", "LogEntry", "Reports", "report"]
 
+WAIT_REPORT_S = 30.0  # of waiting for other ranks until the status of all is reported
 _ANSWER_S = 3.0  # for all ranks to send their status
 _RECHECK_S = 10.0  # between two checks of ranks that seem to wait for each other
 
@@ -25,7 +26,7 @@ class Reports:
     """This rank's side of reports, for the watchdog's thread, which has a store of its own.
 
     The caller appends each entry that a method yields to the shared log before it continues.
-    After `after_s` seconds of waiting for other ranks all ranks send their status; None: never.
+    After `WAIT_REPORT_S` seconds of waiting for other ranks all ranks send their status.
     """
 
     def __init__(
@@ -33,14 +34,12 @@ class Reports:
         name: str,
         rank: int,
         size: int,
-        after_s: float | None,
         waits: Waits,
         moment: Callable[[], str],
     ) -> None:
         self._name = name
         self._rank = rank
         self._size = size
-        self._after_s = after_s
         self._waits = waits
         self._moment = moment  # the engine's current one
         self._reported: Wait | None = None
@@ -50,10 +49,8 @@ class Reports:
 
     def poll(self, store: Any, wait: Wait | None) -> Iterator[LogEntry]:
         """Requests every rank's status if `wait` is long, and logs the reports of other ranks."""
-        if self._after_s is None:
-            return
         now = time.monotonic()
-        is_long = wait is not None and now - wait.since > self._after_s
+        is_long = wait is not None and now - wait.since > WAIT_REPORT_S
         if is_long and wait is not self._reported:
             self._reported = wait
             yield {"kind": "report"}
@@ -96,12 +93,12 @@ class Reports:
         return answers
 
     def _write(self, store: Any, key: str, answers: Sequence[RankStatus | None]) -> None:
-        who = f"rank {self._rank} has waited {self._after_s:g} s for other ranks"
+        who = f"rank {self._rank} has waited {WAIT_REPORT_S:g} s for other ranks"
         text = report(f"{who}; what every rank is doing:", answers)
         store.set(f"{key}/text", text)
         self._log_report(text, is_alone=answers[0] is None)
         if _may_be_deadlock(answers):
-            again = time.monotonic() + min(_RECHECK_S, self._after_s or _RECHECK_S)
+            again = time.monotonic() + min(_RECHECK_S, WAIT_REPORT_S)
             self._recheck = (again, [a.since for a in answers if a is not None])
 
     def _check_again(self, answers: Sequence[RankStatus | None]) -> Iterator[LogEntry]:
@@ -128,7 +125,7 @@ class Reports:
 
         Without the store the other ranks cannot get the status.
         """
-        if self._after_s is None or seconds <= self._after_s:
+        if seconds <= WAIT_REPORT_S:
             self._is_silence_logged = False
         elif not self._is_silence_logged:
             self._is_silence_logged = True

@@ -10,10 +10,10 @@ ranks read the same entries in the same order:
 A watchdog depends neither on its main thread, which may hang in a collective, nor on the
 connections of the rank that failed: these may stay open in processes that the failed rank forked,
 such as DataLoader workers. It learns of an exception from the log, and of the end of a process on
-its own node from the kernel. A silent rank, whose process is stopped or whose node cannot be
-reached, counts as lost only if the user has set a limit; then heartbeats in the store show it.
-After a failure the watchdog closes the connections of its own rank, so that every wait on them
-fails, and the error names the cause.
+its own node from the kernel. Silence alone ends nothing: a process that is stopped, or a node that
+cannot be reached, may come back, and a collective that waits for it ends at its timeout. After a
+failure the watchdog closes the connections of its own rank, so that every wait on them fails, and
+the error names the cause.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from lightning_zero.health.failures import (
 )
 from lightning_zero.health.peers import (
     REACHED_END,
-    Heartbeats,
     HostedStore,
     Peers,
     ScriptEnds,
@@ -60,7 +59,6 @@ from lightning_zero.health.regroup import Regroup
 from lightning_zero.health.reports import LogEntry, Reports
 from lightning_zero.health.waits import Wait, Waits
 from lightning_zero.health.world import disconnect_groups, disconnect_store, end_at_exit
-from lightning_zero.layout.config import WaitLimits
 
 __all__ = ["Watchdog"]
 
@@ -87,7 +85,6 @@ class Watchdog:
         name: Prefix of its keys in the store.
         rank: Rank of this process.
         size: Number of ranks.
-        limits: Limits of how long a rank may keep others waiting; None: the defaults.
         can_regroup: Whether the ranks, until `finish`, either call `regroup` after a failure or
             exit, so that all other waits end, too. Otherwise collectives on other groups that begin
             after a failure are not interrupted while all ranks live.
@@ -105,7 +102,6 @@ class Watchdog:
         *,
         rank: int,
         size: int,
-        limits: WaitLimits | None = None,
         can_regroup: bool = False,
         describe_exit: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
@@ -120,10 +116,9 @@ class Watchdog:
             raise_cause=self._raise_cause,
         )
         self.waiting = self.waits.waiting
-        self._limits = limits = limits or WaitLimits()
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
-        self._reports = Reports(self._name, rank, size, limits.report_s, self.waits, self._moment)
+        self._reports = Reports(self._name, rank, size, self.waits, self._moment)
         self.can_regroup = can_regroup
         self._describe_exit = describe_exit
         # Weak references: an engine that is never closed is still freed.
@@ -145,7 +140,6 @@ class Watchdog:
         self._store: Any = None  # None: lost, or never opened
         self._world: Any = None  # the default group; the watchdog ends with it
         self._store_lost_at: float | None = None  # time.monotonic()
-        self._heartbeats: Heartbeats | None = None  # None: silence alone ends nothing
         self._shared_log = StoreLog(f"{self._name}/log")
         self._ends = ScriptEnds()
         self._regroup = Regroup(self._name, rank, size)
@@ -156,12 +150,12 @@ class Watchdog:
 
     def _start(self) -> None:
         """Opens the store and starts the thread."""
-        rank, size, limits = self._rank, self._size, self._limits
+        rank = self._rank
         self._world = dist.group.WORLD
         self._peers = Peers()
-        self._store = connect_to_store(rank, self._peers.has_rank_0_exited, self._is_store_lost)
-        if limits.lost_s is not None:
-            self._heartbeats = Heartbeats(self._name, rank, size, limits.lost_s)
+        self._store = connect_to_store(
+            rank, self._peers.has_rank_0_exited, self._reports.log_silence
+        )
         self._peers.announce(rank, self._store)
         self._thread = _Thread(self)
         self._thread.start()
@@ -404,7 +398,7 @@ class Watchdog:
         if not self.waits and (not dist.is_initialized() or dist.group.WORLD is not self._world):
             self._is_stopped = True
             return
-        for poll in (self._poll_store, self._poll_heartbeats, self._poll_peers, self._poll_main):
+        for poll in (self._poll_store, self._poll_peers, self._poll_main):
             try:
                 poll()
             except RuntimeError:  # the process that hosts the store has ended
@@ -421,28 +415,6 @@ class Watchdog:
             for text in self._shared_log.read(self._store):
                 self._take(text)
             self._peers.find(self._store)
-
-    def _poll_heartbeats(self) -> None:
-        if self._heartbeats is None or self._store is None or not self._is_needed:
-            return
-        text, rank = self._heartbeats.poll(self._store), self._heartbeats.next_rank
-        if text is not None and self.failure is None and not self._has_left(rank):
-            self._record_death(rank, text)
-            self._append({"kind": "dead", "rank": rank, "text": text})
-
-    def _is_store_lost(self, place: str, seconds: float) -> bool:
-        """Returns whether a request to the store has waited too long; reports a long wait once."""
-        self._reports.log_silence(place, seconds)
-        lost_s = self._limits.lost_s
-        if lost_s is None or seconds <= lost_s or not self._is_needed:
-            return False
-        if self.failure is None:
-            self._record_death(
-                None,
-                f"the ranks' store ({place}) has not answered for {lost_s:g} s "
-                "(heartbeat_timeout_s): its process is stopped, or its node cannot be reached",
-            )
-        return True
 
     def _drop_store(self) -> None:
         store, self._store = self._store, None
@@ -497,7 +469,7 @@ class Watchdog:
                 other._actions.put(partial(other._append, entry))
                 other._peers.wake()
 
-    def _record_death(self, rank: int | None, text: str) -> None:
+    def _record_death(self, rank: int, text: str) -> None:
         if self._death is None:
             before = self._aborts.get(self._epoch)
             if before is not None and before.rank == rank:

@@ -6,7 +6,6 @@ import warnings
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.launch.hydra import masked
 from lightning_zero.launch.schema import process_rank
 
 __all__ = ["apply_extras"]
@@ -17,7 +16,7 @@ def apply_extras(config: DictConfig) -> None:
 
     - `ignore_warnings`: hide Python's warnings.
     - `enforce_tags`: refuse a run whose `tags` are empty.
-    - `print_config`: print the composed settings on rank 0, with secrets masked.
+    - `print_config`: print the composed settings on rank 0, with references unresolved.
 
     Raises:
         ValueError: `enforce_tags` is set, and there are no tags.
@@ -31,4 +30,4 @@ def apply_extras(config: DictConfig) -> None:
             "extras.enforce_tags=false."
         )
     if extras.get("print_config") and process_rank() == 0:
-        print(OmegaConf.to_yaml(OmegaConf.create(masked(config))))
+        print(OmegaConf.to_yaml(config))

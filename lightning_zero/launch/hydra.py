@@ -2,8 +2,8 @@
 
 Hydra is imported only if there is a job, and Lightning only to start ranks, not with the module.
 
-A child rank gets the values that rank 0 has resolved, not rank 0's command line: in a sweep the
-command line describes many jobs, and its flags may have any position.
+A child rank gets the overrides of rank 0's job, not rank 0's command line: in a sweep the command
+line describes many jobs, and its flags may have any position.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 __all__ = [
@@ -20,19 +21,9 @@ __all__ = [
     "check_launch",
     "child_command",
     "current_job",
-    "is_secret",
-    "masked",
     "run_name",
     "sweep_name",
 ]
-
-MASK = "***"
-_NUMERIC = {"apikey", "passphrase", "passwd", "password", "passwords", "secret", "secrets"}
-_SECRET = {*_NUMERIC, "credential", "credentials", "key", "keys", "token"}
-# Minimum length of a secret that is searched for in other strings: in strings with a reference, and
-# in strings without one.
-_MIN_LETTERS = 4
-_MIN_LETTERS_OF_TEXT = 8  # "key: loss" must not mask every "loss"
 
 # Overrides that are not part of the name of a run.
 _NOT_IN_NAME = {"ckpt_path", "logger", "tags", "task_name", "test", "train"}
@@ -64,106 +55,22 @@ def current_job() -> str | None:
 
 
 def run_name() -> str | None:
-    """Name of a run, from the overrides that distinguish it; None without any."""
-    hydra = _hydra()
-    overrides = hydra.overrides.task if hydra is not None else ()
-    parts = (override.partition("=") for override in overrides)
-    texts = (
-        key + equals + (MASK if is_secret(key) else value)
-        for key, equals, value in parts
-        if key not in _NOT_IN_NAME
-    )
-    return " ".join(texts) or None
+    """Name of a run, from the overrides that distinguish it; None without any.
 
-
-def is_secret(key: str) -> bool:
-    """Whether a setting of this name, such as `logger.wandb.api_key`, must not appear in logs."""
-    return not _SECRET.isdisjoint(_words(key))
-
-
-def _words(key: str) -> list[str]:
-    """Words of the last part of a key: "api" and "key" for "wandb.apiKey" and for "API_KEY"."""
-    last = re.sub("(?<=[a-z0-9])(?=[A-Z])", "_", key.rpartition(".")[2])
-    return re.split(r"[^a-z0-9]+", last.lower())
-
-
-def masked(config: Any) -> Any:
-    """Resolved values of a `DictConfig`, with secrets masked.
-
-    Masked are strings under a key that `is_secret`, numbers under a key for a password or a secret,
-    and values of the environment (`oc.env`), also through references. Also masked are strings that
-    contain the value of such a key or environment variable. Short values are masked only through
-    references, since a few letters may be a common word.
+    Overrides with a reference are left out: OmegaConf would resolve them in the name, too.
     """
+    hydra = _hydra()
+    overrides = _overrides(hydra).task if hydra is not None else ()
+    named = (o for o in overrides if "${" not in o and o.partition("=")[0] not in _NOT_IN_NAME)
+    return " ".join(named) or None
+
+
+def _overrides(hydra: Any) -> SimpleNamespace:
+    """Overrides as they were given: reading one in the configuration resolves its references."""
     from omegaconf import OmegaConf
 
-    values = OmegaConf.to_container(config, resolve=True)
-    secrets = _Secrets()
-    partly_masked = secrets.mask(values, OmegaConf.to_container(config, resolve=False))
-    return secrets.replace(partly_masked, OmegaConf.to_container(config, resolve=False))
-
-
-class _Secrets:
-    """Masks the secrets of one configuration.
-
-    A `source` is a value before interpolation. It is None inside a value that comes from a
-    reference.
-    """
-
-    def __init__(self) -> None:
-        self._anywhere: set[str] = set()  # values that are masked in every string
-        self._by_reference: set[str] = set()  # values that are masked in strings with a reference
-
-    def mask(self, value: Any, source: Any, *, is_hidden: bool = False) -> Any:
-        """Masks secrets in `value` at their own keys."""
-        if isinstance(value, dict):
-            parts = {}
-            for key, part in value.items():
-                is_hidden_too = is_hidden or is_secret(str(key))
-                parts[key] = self.mask(part, _part(source, key), is_hidden=is_hidden_too)
-                if _is_number(part) and not _NUMERIC.isdisjoint(_words(str(key))):
-                    parts[key] = MASK
-            return parts
-        if isinstance(value, list):
-            return [
-                self.mask(part, _part(source, index), is_hidden=is_hidden)
-                for index, part in enumerate(value)
-            ]
-        variables = re.findall(r"\$\{\s*oc\.env\s*:\s*([^,}\s]+)", str(source))
-        if not isinstance(value, str) or not value:
-            return MASK if variables and _is_number(value) else value
-        if is_hidden or any(map(is_secret, variables)):
-            self._anywhere.add(value)
-        elif variables:
-            self._by_reference.add(value)
-        return MASK if is_hidden or variables else value
-
-    def replace(self, value: Any, source: Any) -> Any:
-        """Masks the values of secrets in all other strings of `value`, as returned by `mask`."""
-        if isinstance(value, dict):
-            return {key: self.replace(part, _part(source, key)) for key, part in value.items()}
-        if isinstance(value, list):
-            return [self.replace(part, _part(source, index)) for index, part in enumerate(value)]
-        if isinstance(value, str):
-            is_reference = source is None or "${" in str(source)
-            secrets = self._anywhere | self._by_reference if is_reference else self._anywhere
-            if is_reference and value in secrets:
-                return MASK
-            min_letters = _MIN_LETTERS if is_reference else _MIN_LETTERS_OF_TEXT
-            for secret in sorted(secrets, key=len, reverse=True):
-                if len(secret) >= min_letters:
-                    value = value.replace(secret, MASK)
-        return value
-
-
-def _part(source: Any, key: Any) -> Any:
-    if isinstance(source, dict):
-        return source.get(key)
-    return source[key] if isinstance(source, list) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    given: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+    return SimpleNamespace(**given)
 
 
 def sweep_name() -> str | None:
@@ -217,9 +124,10 @@ def child_command(local_rank: int) -> tuple[list[str], str | None]:
         from lightning_zero._lightning.fabric import _basic_subprocess_cmd
 
         return list(_basic_subprocess_cmd()), None
-    flags = _config_flags(hydra)
-    overrides = [*hydra.overrides.hydra, *hydra.overrides.task, *_job_overrides(hydra, local_rank)]
-    return [sys.executable, *_script(), *flags, *overrides], str(hydra.runtime.cwd)
+    given = _overrides(hydra)
+    overrides = [*given.hydra, *given.task, *_job_overrides(hydra, local_rank)]
+    command = [sys.executable, *_script(), *_config_flags(hydra), *overrides]
+    return command, str(hydra.runtime.cwd)
 
 
 def _script() -> list[str]:

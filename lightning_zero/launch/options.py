@@ -19,11 +19,9 @@ class ZeroStrategySettings:
     allgather_bucket_size: int | float | str | None = None
     prefetch_bucket_size: int | float | str | None = None
     param_persistence_threshold: int | float | str | None = None
-    max_live_parameters: int | float | str | None = None
     unit_classes: Any = None
     reshard_after_forward: bool | None = None
     overlap_comm: bool = True
-    separate_reduce_scatter_group: bool = False
     reduce_dtype: str | None = None
     param_dtype: str | None = None
     keep_float32: Any = None
@@ -38,10 +36,7 @@ class ZeroStrategySettings:
     on_nonfinite: str | None = "warn"
     checkpoint: Any = "auto"
     async_save: bool = False
-    check_memory: bool = True
     unshard_after_fit: Any = "auto"
     checkpoint_io: Any = None
     process_group_backend: str | None = None
-    wait_report_s: float | None = 30.0
-    heartbeat_timeout_s: float | None = None
     start_method: Any = "popen"

@@ -8,10 +8,6 @@ group also adds the callback `HydraJobs`. `lightning_zero.conf` registers both.
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +16,7 @@ from omegaconf import OmegaConf
 
 from lightning_zero.launch.hydra import run_name, sweep_name
 
-__all__ = ["named_with_hints", "process_rank", "register"]
+__all__ = ["process_rank", "register"]
 
 _GROUP = "hydra/lightning_zero"
 # Groups that only the example can use, and that of the help itself.
@@ -35,44 +31,6 @@ _NOT_LISTED = {
 }
 _JOBS = {"lightning_zero": {"_target_": "lightning_zero.launch.hydra_jobs.HydraJobs"}}
 _CONF = Path(__file__).parents[1] / "conf"
-
-
-def named_with_hints(settings: type[Any]) -> type[Any]:
-    """Gives the class a name that, in an error, names the setting nearest to a misspelt one.
-
-    Hydra and OmegaConf print `__name__` in their errors, which we cannot catch: for an unknown key,
-    a wrong type, and another strategy in the place of this one.
-    """
-    settings.__name__ = _NameWithHint(settings.__name__, [f.name for f in fields(settings)])
-    return settings
-
-
-class _NameWithHint(str):
-    """Name of the schema, which in an error also names the setting nearest to a misspelt one.
-
-    The misspelt key is not known here, so it is looked for in this process's command line.
-    """
-
-    def __new__(cls, name: str, settings: Sequence[str]) -> _NameWithHint:
-        return super().__new__(cls, name)
-
-    def __init__(self, name: str, settings: Sequence[str]) -> None:
-        super().__init__()
-        self.settings = settings
-
-    def __str__(self) -> str:
-        hints = [f"did you mean {name}?" for name in self._near()]
-        hints.append("--cfg job shows all; leave out zero= with trainer=ddp or another strategy")
-        return f"{super().__str__()} ({' '.join(hints)})"
-
-    def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
-
-    def _near(self) -> Iterator[str]:
-        for word in sys.argv[1:]:
-            path, _, key = word.partition("=")[0].rpartition(".")
-            if path.endswith("strategy") and key not in self.settings:
-                yield from get_close_matches(key, self.settings, n=1)
 
 
 def register(settings: type[Any]) -> None:

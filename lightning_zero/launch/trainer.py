@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import LearningRateMonitor, Strategy, StrategyRegistry
-from lightning_zero.launch.hydra import masked
 from lightning_zero.layout.config import ZeroConfig
 
 __all__ = [
@@ -33,9 +32,10 @@ def make_trainer(
 ) -> pl.Trainer:
     """Makes the Trainer of `config.trainer`, with all of `config.callbacks` and `config.logger`.
 
-    Both are mappings whose values may be null. Every logger logs the resolved settings without
-    secrets (see `masked`). A callback without effect is left out, with a message: a
-    `LearningRateMonitor` without a logger, a monitor of ZeRO without its strategy.
+    Both are mappings whose values may be null. Every logger logs the settings as they were
+    composed, with references unresolved, so that no log has a value of the environment (`oc.env`).
+    A callback without effect is left out, with a message: a `LearningRateMonitor` without a logger,
+    a monitor of ZeRO without its strategy.
 
     Args:
         config: The composed configuration.
@@ -54,7 +54,8 @@ def make_trainer(
     callbacks = _members(config, "callbacks")
     if loggers is False:
         callbacks = _without(callbacks, LearningRateMonitor, "there is no logger")
-    callbacks.append(RunSettings(masked(config)))
+    unresolved: Any = OmegaConf.to_container(config, resolve=False)
+    callbacks.append(RunSettings(unresolved))
     make = instantiate(config.trainer, _partial_=True)
     strategy = make.keywords.get("strategy")
     if not (isinstance(strategy, strategy_type) or str(strategy).startswith("zero")):

@@ -1,7 +1,7 @@
 """Layout of model states as integers and dataclasses. Imports no other package; needs no device.
 
     stage       the model states that a ZeRO stage shards
-    config      `ZeroConfig`, the options of the engine; limits of waits
+    config      `ZeroConfig`, the options of the engine
     offload     `OffloadConfig`, and the tier of each bucket
     flat        the flat layout of one bucket: slots, padding, the elements of each rank
     mesh        shard groups and replica groups

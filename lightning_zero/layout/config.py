@@ -1,7 +1,4 @@
-"""Settings of the engine, checked once, before any process group exists.
-
-`ZeroConfig` has all that decide how a model is trained, `WaitLimits` how long a rank waits.
-"""
+"""`ZeroConfig`: settings of the engine, checked once, before any process group exists."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ __all__ = [
     "SIZES",
     "Modules",
     "Need",
-    "WaitLimits",
     "ZeroConfig",
     "as_timeout",
 ]
@@ -43,7 +39,6 @@ SIZES = (
     "allgather_bucket_size",
     "prefetch_bucket_size",
     "param_persistence_threshold",
-    "max_live_parameters",
 )
 _Item = str | type[nn.Module]  # a name, a pattern or a class
 _Items = tuple[_Item, ...]
@@ -72,7 +67,6 @@ NEEDS = {
         (
             "prefetch_bucket_size",
             "param_persistence_threshold",
-            "max_live_parameters",
             "unit_classes",
             "reshard_after_forward",
             "offload_param",
@@ -95,7 +89,6 @@ NEEDS = {
             "offload_optimizer",
             "overlap_step",
             "sharding_group_size",
-            "separate_reduce_scatter_group",
         ),
         Need(
             lambda stage: stage.has_shard(State.OPTIM),
@@ -131,8 +124,6 @@ class ZeroConfig:
             stay replicated; their gradients and optimizer states are sharded. None: 2^16 for those
             that keep float32 beside 16-bit ones, and 0 for all others, because a small parameter is
             in the bucket of its unit and needs no collective of its own. Stage 3.
-        max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
-            unsharded parameters above this number. None: no limit. Stage 3.
         unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
             resharded one by one, such as transformer blocks: a class, its name, the name of a
             module, or a pattern of names. None: repeated blocks in a ModuleList, ModuleDict or
@@ -143,9 +134,6 @@ class ZeroConfig:
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
-        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
-            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
-            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -198,11 +186,9 @@ class ZeroConfig:
     allgather_bucket_size: int | None = None
     prefetch_bucket_size: int | None = None
     param_persistence_threshold: int | None = None
-    max_live_parameters: int | None = None
     unit_classes: Modules | None = None
     reshard_after_forward: bool | None = None
     overlap_comm: bool = True
-    separate_reduce_scatter_group: bool = False
     reduce_dtype: torch.dtype | str | None = None
     param_dtype: torch.dtype | str | None = None
     keep_float32: Modules | None = None
@@ -270,8 +256,7 @@ class ZeroConfig:
         In stages 1 and 2, a thread that steps buckets also all-gathers them, in no fixed order with
         other collectives.
         """
-        is_in_thread = self.overlap_step and self.states.all_gathers_after_step
-        return self.separate_reduce_scatter_group or is_in_thread
+        return self.overlap_step and self.states.all_gathers_after_step
 
     @property
     def states(self) -> Stage:
@@ -361,7 +346,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "stage": _check_stage,
     **dict.fromkeys(SIZES, _check_size),
     "overlap_comm": _check_bool,
-    "separate_reduce_scatter_group": _check_bool,
     "broadcast_buffers": _check_bool,
     "assume_elementwise": _check_bool,
     "overlap_step": _check_bool,
@@ -376,9 +360,6 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "sharding_group_size": _check_group_size,
     "on_nonfinite": _check_reaction,
 }
-
-
-# ------------------------------------------------------------------------------------------- waits
 
 
 def as_timeout(value: object) -> timedelta | None:
@@ -405,38 +386,3 @@ def as_timeout(value: object) -> timedelta | None:
             "timeout=timedelta(days=1)."
         )
     return timeout
-
-
-@dataclass(frozen=True)
-class WaitLimits:
-    """Limits of the time that a rank may keep others waiting, in seconds.
-
-    Attributes:
-        report_s: Wait after which the status of every rank is reported, once; None: never.
-        lost_s: Silence after which a rank counts as lost, which ends the job on all ranks; None:
-            silence alone ends nothing.
-
-    Raises:
-        TypeError: A limit is not a number.
-        ValueError: A limit is not more than 0.
-    """
-
-    report_s: float | None = 30.0
-    lost_s: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_seconds("wait_report_s", self.report_s, "never")
-        _check_seconds("heartbeat_timeout_s", self.lost_s, "no limit")
-
-
-def _check_seconds(name: str, value: object, without: str) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(
-            f"{name} must be a number of seconds, or None, which means {without}, got {value!r}."
-        )
-    if not value > 0:  # NaN neither
-        raise ValueError(
-            f"{name} must be more than 0 seconds, got {value!r}; None means {without}."
-        )

@@ -48,10 +48,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name, saved_name
-from lightning_zero.layout.offload import (
-    OffloadConfig,
-    Tier,
-)
+from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.clone import parameters_of

@@ -23,7 +23,7 @@ from lightning_zero._lightning.fabric import (
     _sync_ddp_if_available,
     reset_seed,
 )
-from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy, TBroadcast
+from lightning_zero._lightning.pytorch import MPSAccelerator, ParallelStrategy
 from lightning_zero.comm.consistency import check_equal
 from lightning_zero.comm.world import broadcast_object, gather_objects, wait_for_world
 from lightning_zero.health.together import Gather, run_on_all_ranks
@@ -37,7 +37,7 @@ from lightning_zero.health.world import (
 )
 from lightning_zero.launch.children import how_child_ended
 from lightning_zero.launch.launchers import ProcessLauncher, ScriptLauncher, end_earlier_job
-from lightning_zero.layout.config import WaitLimits, ZeroConfig, as_timeout
+from lightning_zero.layout.config import ZeroConfig, as_timeout
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.strategy.batch_group import BatchGroup, check_batch_group_size
 from lightning_zero.strategy.requeue import with_requeueing
@@ -73,7 +73,6 @@ class Processes(_Base):
         *,
         process_group_backend: str | None,
         timeout: timedelta | float | None,
-        limits: WaitLimits,
         start_method: StartMethod,
         batch_group_size: int = 1,
         **lightning_options: Any,
@@ -87,7 +86,6 @@ class Processes(_Base):
         self.num_nodes = 1  # set by the Trainer
         self.process_group_backend = process_group_backend  # None before it is chosen
         self._timeout = as_timeout(timeout)
-        self._limits = limits
         self._start_method: StartMethod = start_method
         self._watchdog: Watchdog | None = None  # of the current run, or of the last one
         # Called instead of a collective; None outside `refusing_collectives`.
@@ -210,7 +208,6 @@ class Processes(_Base):
             next_watchdog_name(self.global_rank),
             rank=self.global_rank,
             size=self.world_size,
-            limits=self._limits,
             can_regroup=self._can_regroup,
             describe_exit=how_child_ended,
         )
@@ -318,7 +315,7 @@ class Processes(_Base):
                 wait_for_world(self.root_device)
 
     @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
         name = f"an object of rank {src}"
         if not self._enter_collective(name):
             return obj

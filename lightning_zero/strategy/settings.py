@@ -8,7 +8,6 @@ all make the same choice, and all of them raise or none does.
 [Note: Memory check] A run is refused only if model states alone exceed the total memory, used or
 free. Activations, buffers and other programs are not counted, nor optimizer states that a probe
 does not show, nor the memory of CUDA and NCCL, which depends on the links between devices.
-`check_memory=False` disables the check.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,17 +57,10 @@ __all__ = [
     "check_backend",
     "choose",
     "check_memory_fits",
+    "check_memory_together",
 ]
 
 _AUTO = "auto"
-# Options of the strategy alone that must be equal on all ranks.
-_OTHER_COMPARED = (
-    "check_memory",
-    "checkpoint",
-    "async_save",
-    "unshard_after_fit",
-    "batch_group_size",
-)
 # Offloads by name; those of `all_choices`, fastest first.
 _BY_SPEED = ("none", "cpu_optimizer", "cpu", "nvme_optimizer", "nvme", "nvme with gradients")
 _SHARE = 0.7  # of the free memory; the rest is for activations, which are not known in advance
@@ -123,22 +115,19 @@ class Settings:
     """User settings and the configuration resolved from them.
 
     Args:
-        given: Arguments of `ZeroStrategy`; `stage` may be "auto".
+        stage: Stage, or "auto".
+        options: Other options of `ZeroConfig`.
+        **compared: Options of the strategy alone that must be equal on all ranks.
 
     Attributes:
         config: Configuration to train with. With stage "auto", a placeholder until `decide`.
         choice: Choice of stage "auto". None with another stage, and before `decide`.
     """
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._is_auto = given["stage"] == _AUTO
-        own = {field.name: given[field.name] for field in fields(ZeroConfig)}
-        stage = own.pop("stage")
-        self._given = auto_base(own) if self._is_auto else ZeroConfig(stage, **own)
-        self._checks_memory = given["check_memory"]
-        if not isinstance(self._checks_memory, bool):
-            raise TypeError(f"check_memory must be True or False, got {self._checks_memory!r}.")
-        self._others = {name: str(given[name]) for name in _OTHER_COMPARED if name in given}
+    def __init__(self, stage: Any, options: Mapping[str, Any], **compared: object) -> None:
+        self._is_auto = stage == _AUTO
+        self._given = auto_base(options) if self._is_auto else ZeroConfig(stage, **options)
+        self._others = {name: str(value) for name, value in compared.items()}
         self.config = self._given
         self.choice: AutoChoice | None = None
 
@@ -177,8 +166,7 @@ class Settings:
                 "tensors."
             )
         is_fitting = trainer.state.fn == TrainerFn.FITTING
-        is_checked = is_fitting and self._checks_memory
-        if not (self._is_auto or is_checked):
+        if not (self._is_auto or is_fitting):
             return config
         memory = _measure_memory(hardware, config, gather)
         if self._is_auto:
@@ -191,7 +179,7 @@ class Settings:
                 logger.log_hyperparams(choice.as_hyperparameters())
             self.choice, config = choice, choice.config
             self.config = config
-        if is_checked:
+        if is_fitting:
             with failing_together("start", gather=gather):  # models are not compared yet
                 check_memory_fits(trainer.lightning_module, optimizers, config, memory, hardware)
         return config
@@ -205,20 +193,6 @@ class Settings:
             param_dtype=self._param_dtype(param_dtype),
         )
         return config.under_autocast() if is_autocast else config
-
-    def check_memory(
-        self,
-        module: nn.Module,
-        optimizers: Sequence[Optimizer],
-        config: ZeroConfig,
-        hardware: Hardware,
-        gather: Gather,
-    ) -> None:
-        """Raises on every rank if states do not fit, unless that check is off. Collective."""
-        if self._checks_memory:
-            memory = _measure_memory(hardware, config, gather)
-            with failing_together("start", gather=gather):  # models are not compared yet
-                check_memory_fits(module, optimizers, config, memory, hardware)
 
     def _param_dtype(self, param_dtype: torch.dtype | None) -> torch.dtype | None:
         chosen = self._given.param_dtype or param_dtype
@@ -478,6 +452,19 @@ def _gib(nbytes: int) -> str:
 # -------------------------------------------------------------------- the memory check
 
 
+def check_memory_together(
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    config: ZeroConfig,
+    hardware: Hardware,
+    gather: Gather,
+) -> None:
+    """Raises on every rank if model states do not fit on one. Collective."""
+    memory = _measure_memory(hardware, config, gather)
+    with failing_together("start", gather=gather):  # models are not compared yet
+        check_memory_fits(module, optimizers, config, memory, hardware)
+
+
 def check_memory_fits(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -518,8 +505,7 @@ def check_memory_fits(
     lines = [f"\n    {as_arguments(o.choice.config)}: {_needs(o)}" for o in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
-        f"model states do not fit: {missing}. Changes that would fit, fastest first:{advice}\n"
-        "check_memory=False disables this check."
+        f"model states do not fit: {missing}. Changes that would fit, fastest first:{advice}"
     )
 
 

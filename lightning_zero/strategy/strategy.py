@@ -29,7 +29,7 @@ from lightning_zero._lightning.pytorch import (
 )
 from lightning_zero.deepspeed import Translation, translate
 from lightning_zero.health.world import DEFAULT_TIMEOUT
-from lightning_zero.layout.config import Modules, WaitLimits
+from lightning_zero.layout.config import Modules
 from lightning_zero.layout.foreign_options import explain_unknown_options
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.stage import STAGES
@@ -70,8 +70,6 @@ class ZeroStrategy(CheckpointStrategy):
             stay replicated; their gradients and optimizer states are sharded. None: 2^16 for those
             that keep float32 beside 16-bit ones, and 0 for all others, because a small parameter is
             in the bucket of its unit and needs no collective of its own. Stage 3.
-        max_live_parameters: int (elements), default None. Prefetch no unit that would bring the
-            unsharded parameters above this number. None: no limit. Stage 3.
         unit_classes: Class, str, or list of these, default None. Modules that are unsharded and
             resharded one by one, such as transformer blocks: a class, its name, the name of a
             module, or a pattern of names. None: repeated blocks in a ModuleList, ModuleDict or
@@ -82,9 +80,6 @@ class ZeroStrategy(CheckpointStrategy):
             and a third less communication. Stage 3.
         overlap_comm: bool, default True. Communicate while computing. False: wait for every
             collective where it is issued. All stages.
-        separate_reduce_scatter_group: bool, default False. Use two NCCL communicators, so that an
-            all-gather and a reduce-scatter may run at the same time. It needs more device memory,
-            and CUDA_DEVICE_MAX_CONNECTIONS must not be 1. Without effect on gloo. Stages 1 to 3.
         reduce_dtype: torch.dtype or its name, default None. Dtype in which gradients are reduced
             and stored. None: float32, or the parameters' dtype if that is wider. All stages.
         param_dtype: torch.dtype or its name, default None. Dtype of unsharded parameters, in which
@@ -140,8 +135,6 @@ class ZeroStrategy(CheckpointStrategy):
             otherwise full. All stages.
         async_save: bool, default False. Continue training while a sharded checkpoint is written,
             from a copy of this rank's shards in CPU memory. All stages.
-        check_memory: bool, default True. Raise an error before training if model states alone
-            exceed the total memory. The error lists changes that would fit. All stages.
         unshard_after_fit: bool or "auto", default "auto". Give every rank the full module in CPU
             memory after `fit`. False: its parameters have no values after `fit`, and using one is
             an error. "auto": as True if the full modules of all ranks of a node take at most half
@@ -159,11 +152,6 @@ class ZeroStrategy(CheckpointStrategy):
             "gloo" on CPU.
         timeout: timedelta or seconds, default 30 minutes. Timeout of each collective. None: the
             backend's.
-        wait_report_s: Seconds, default 30. Time of waiting for other ranks after which rank 0
-            prints once what every rank is doing. None: never.
-        heartbeat_timeout_s: Seconds, default None. Time without a heartbeat after which a rank
-            counts as lost, because its process is stopped or its node cannot be reached. The job
-            then ends on all ranks. None: missing heartbeats alone end nothing.
         start_method: str, default "popen". Way to start the ranks of a node: "popen" runs the
             script once for each rank; "fork" is for notebooks; "spawn" and "forkserver" are those
             of `multiprocessing`.
@@ -183,11 +171,9 @@ class ZeroStrategy(CheckpointStrategy):
         allgather_bucket_size: int | float | str | None = None,
         prefetch_bucket_size: int | float | str | None = None,
         param_persistence_threshold: int | float | str | None = None,
-        max_live_parameters: int | float | str | None = None,
         unit_classes: Modules | None = None,
         reshard_after_forward: bool | None = None,
         overlap_comm: bool = True,
-        separate_reduce_scatter_group: bool = False,
         reduce_dtype: str | None = None,
         param_dtype: str | None = None,
         keep_float32: Modules | None = None,
@@ -202,7 +188,6 @@ class ZeroStrategy(CheckpointStrategy):
         on_nonfinite: str | None = "warn",
         checkpoint: CheckpointType = "auto",
         async_save: bool = False,
-        check_memory: bool = True,
         unshard_after_fit: UnshardAfterFit = "auto",
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -211,16 +196,27 @@ class ZeroStrategy(CheckpointStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        wait_report_s: float | None = 30.0,
-        heartbeat_timeout_s: float | None = None,
         start_method: StartMethod = "popen",
     ) -> None:
-        settings = Settings(locals())  # options by name
+        of_engine: dict[str, Any] = {
+            "reduce_bucket_size": reduce_bucket_size, "overlap_comm": overlap_comm,
+            "allgather_bucket_size": allgather_bucket_size, "reduce_dtype": reduce_dtype,
+            "prefetch_bucket_size": prefetch_bucket_size, "keep_float32": keep_float32,
+            "param_persistence_threshold": param_persistence_threshold, "param_dtype": param_dtype,
+            "unit_classes": unit_classes, "reshard_after_forward": reshard_after_forward,
+            "activation_checkpointing": activation_checkpointing, "on_nonfinite": on_nonfinite,
+            "broadcast_buffers": broadcast_buffers, "assume_elementwise": assume_elementwise,
+            "offload_optimizer": offload_optimizer, "offload_param": offload_param,
+            "overlap_step": overlap_step, "sharding_group_size": sharding_group_size,
+        }  # fmt: skip
+        own: dict[str, Any] = {
+            "checkpoint": checkpoint, "async_save": async_save,
+            "unshard_after_fit": unshard_after_fit, "batch_group_size": batch_group_size,
+        }  # fmt: skip
         _accept_compiled_modules()
         super().__init__(
-            settings,
-            checkpoint=checkpoint,
-            async_save=async_save,
+            Settings(stage, of_engine, **own),
+            **own,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment,
@@ -228,10 +224,7 @@ class ZeroStrategy(CheckpointStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            limits=WaitLimits(wait_report_s, heartbeat_timeout_s),
-            unshard_after_fit=unshard_after_fit,
             start_method=start_method,
-            batch_group_size=batch_group_size,
         )
         self.trainer_kwargs: dict[str, Any] = {}  # Trainer arguments of a DeepSpeed file
         self.translation: Translation | None = None  # the translated DeepSpeed file
@@ -257,7 +250,7 @@ class ZeroStrategy(CheckpointStrategy):
                 options that have no meaning there are dropped.
 
         Raises:
-            ValueError: The file has unknown keys, settings that would change the training and have
+            ValueError: The file has a wrong value, a setting that would change the training and has
                 no equivalent, or an optimizer or scheduler section (with what to write instead);
                 or, at set-up, its batch sizes do not match the ranks and the Trainer.
         """

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-__all__ = ["free", "refill", "unreadable"]
+__all__ = ["can_raise", "free", "read_error", "refill", "unreadable"]
 
 _TEXT = (
     "this tensor is a view of a parameter that is currently sharded: its memory is freed until the "
@@ -58,7 +58,7 @@ def free(storage: Any, spare: Any) -> Any:
         spare.resize_(0)
         return spare
     storage.resize_(0)
-    if storage.device.type == "cuda" and _can_raise():
+    if storage.device.type == "cuda" and can_raise():
         torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, _TEXT)
     return None
 
@@ -69,7 +69,7 @@ def refill(storage: Any, nbytes: int, spare: Any) -> None:
         spare.resize_(nbytes)
         storage._swap_data_ptr_(spare)
         return
-    if storage.device.type == "cuda" and _can_raise():
+    if storage.device.type == "cuda" and can_raise():
         torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
     storage.resize_(nbytes)
 
@@ -79,8 +79,8 @@ def unreadable(
 ) -> list[Tensor]:
     """Tensors in place of the values of guarded parameters, which have no memory of their own.
 
-    C++ that reads one gets NaN on a CPU, and on CUDA an error that names the parameter. Writes
-    raise errors of torch.
+    C++ that reads one gets an error that names the parameter, or NaN with versions of torch that
+    cannot raise. Writes raise errors of torch.
 
     Args:
         shapes: Shapes of the parameters, by name.
@@ -89,20 +89,26 @@ def unreadable(
     """
     found: list[Tensor] = []
     for name, shape in shapes.items():
-        if not found or device.type == "cuda":
+        if not found or can_raise():
             ones = torch.full((dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
-            element = ones.view(dtype)
+            element = ones.view(dtype).view(())
             torch._C._set_throw_on_mutable_data_ptr(element)
-        if device.type == "cuda" and _can_raise():
+        found.append(element.expand(tuple(shape)))
+        if can_raise():
             storage = element.untyped_storage()
-            storage.resize_(0)
-            text = _UNREADABLE.format(name)
-            torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
-        found.append(element.view(()).expand(tuple(shape)))
+            torch._C._set_storage_data_ptr_access_error_msg(
+                storage._cdata, _UNREADABLE.format(name)
+            )
     return found
 
 
-def _can_raise() -> bool:
+def read_error(name: str) -> RuntimeError:
+    """Error for parameter `name`, whose tensor of `unreadable` was read."""
+    return RuntimeError(_UNREADABLE.format(name))
+
+
+@cache
+def can_raise() -> bool:
     """Whether this build of torch can make accesses to a storage raise, and undo that."""
     names = "_set_storage_data_ptr_access_error_msg", "_clear_storage_data_ptr_access_error_msg"
     return all(hasattr(torch._C, name) for name in names)

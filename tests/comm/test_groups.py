@@ -34,7 +34,6 @@ def _num_groups(rank, world_size, config):
         ({"stage": 3}, 1),
         ({"stage": 1}, 1),
         ({"stage": 3, "overlap_step": True}, 1),
-        ({"stage": 3, "separate_reduce_scatter_group": True}, 2),
         # A thread all-gathers what it has stepped, in no fixed order with the main thread's sums.
         ({"stage": 1, "overlap_step": True}, 2),
     ],

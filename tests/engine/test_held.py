@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 
+from lightning_zero.tensors.shard_spec import ShardSpec
 from tests.support.loops import batch, build, engine_for
 from tests.support.ranks import run_ranks
 
@@ -73,7 +74,12 @@ def _share_memory(rank, world_size):
     held = head.detach().clone()
     flat, other = held.view(-1), head.detach().clone()
     data, same = head.data, head.data.detach()
+    own = torch.nn.Parameter(head.detach() * 2, requires_grad=False)
+    trained = (head.detach() * 2).requires_grad_()
     engine.close()
+    assert type(own) is torch.nn.Parameter
+    assert (own.requires_grad, trained.requires_grad) == (False, True)
+    assert torch.equal(own, trained)
     assert {type(t) for t in (held, flat, other, data, same)} == {torch.Tensor}
     held.zero_()
     same.fill_(2)
@@ -85,16 +91,21 @@ def _share_memory(rank, world_size):
 
 def _hold_nothing(rank, world_size):
     """Tensors of the engine itself, and those that the user has dropped, are not gathered."""
+    all_gather = ShardSpec.all_gather
     for stage in (1, 2, 3):
         module, optimizer, engine = _trained(rank, stage)
+        engine.zero_grad()
+        engine.backward(module(batch(rank, 1)))
+        engine.step()
         for parameter in module.parameters():
             parameter.grad.abs().sum()
             (parameter.data * 2).max()
             optimizer.state[parameter]["exp_avg"].norm()
-        end, alive = engine.live_tensors.end, []
-        engine.live_tensors.end = lambda: alive.append(end()) or alive[0]  # noqa: B023
+        gathers = []
+        ShardSpec.all_gather = lambda spec, *args: gathers.append(args)  # noqa: B023
         engine.close()
-        assert alive == [{}]
+        assert gathers == []
+        ShardSpec.all_gather = all_gather
 
 
 def _drop(rank, world_size):

@@ -20,7 +20,6 @@ _MAX_CYCLES = 2_000_000  # about a millisecond
 CASES = {
     **{f"stage {stage}": {"stage": stage} for stage in (1, 2, 3)},
     **{way: {"stage": 3, **options} for way, options in WAYS.items()},
-    "two groups": {"stage": 3, "separate_reduce_scatter_group": True},
     "overlap of stage 1": {"stage": 1, "overlap_step": True},
 }
 

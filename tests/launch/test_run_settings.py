@@ -1,18 +1,21 @@
 """Hyperparameters that loggers get of a run."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
-from omegaconf import OmegaConf
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.launch.hydra import masked
 from lightning_zero.launch.trainer import RunSettings, num_parameters, strategy_settings
+from tests.support.pages import ROOT
 
 
 class Noted(CSVLogger):
@@ -63,72 +66,31 @@ def test_settings_of_the_strategy_are_plain_values():
     assert logged["reduce_dtype"] == str(torch.bfloat16)
 
 
-def test_secrets_are_masked_in_what_loggers_are_given(monkeypatch):
-    monkeypatch.setenv("MY_TOKEN", "t0p-s3cret")
-    monkeypatch.setenv("DATA_FOLDER", "/data")
-    config = OmegaConf.create(
-        {
-            "logger": {"wandb": {"api_key": "abc123", "project": "p"}},
-            "url": "https://user:${logger.wandb.api_key}@host",
-            "hub": "${oc.env:MY_TOKEN}",
-            "copies": ["${hub}", 3],
-            "folder": "${oc.env:DATA_FOLDER}/x",
-            "other": "/data",
-            "num_tokens": 5,
-            "tokenizer": "bytes",
-            "password": None,
-            "secret": {"name": "inner", "retries": 3},
-        }
+def test_no_logged_or_saved_file_and_no_command_has_a_secret_of_the_environment(tmp_path):
+    shutil.copytree(ROOT / "examples" / "hydra_project", tmp_path / "project")
+    with (tmp_path / "project" / "conf" / "config.yaml").open("a") as file:
+        file.write("\nhub: ${oc.env:HUB_SECRET}\nurl: https://me:${hub}@host\n")
+    watched = tmp_path / "project" / "project.py"
+    arguments = f"{tmp_path}/arguments-{{os.getpid()}}"
+    seen = f"import os, sys\nopen(f'{arguments}', 'w').write(' '.join(sys.orig_argv))\n"
+    watched.write_text(watched.read_text() + seen)
+    words = ["trainer=cpu", "trainer.devices=2", "trainer.max_steps=2", "logger=[csv,wandb]"]
+    words += ["hydra.run.dir=run", "+token=${oc.env:HUB_SECRET}", "+decoded='${oc.decode:${hub}}'"]
+    done = subprocess.run(
+        [sys.executable, "train.py", *words, "trainer.limit_val_batches=1"],
+        cwd=tmp_path / "project",
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "HUB_SECRET": "t0p-s3cret"}
+        | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        capture_output=True,
+        text=True,
     )
-    assert masked(config) == {
-        "logger": {"wandb": {"api_key": "***", "project": "p"}},
-        "url": "https://user:***@host",
-        "hub": "***",
-        "copies": ["***", 3],
-        "folder": "***",
-        "other": "/data",
-        "num_tokens": 5,
-        "tokenizer": "bytes",
-        "password": None,
-        "secret": {"name": "***", "retries": 3},
-    }
-
-
-def test_secrets_are_masked_behind_references_and_as_numbers(monkeypatch):
-    monkeypatch.setenv("DATABASE", "db://me:pw@host")
-    monkeypatch.setenv("NUMBER", "7")
-    config = OmegaConf.create(
-        {
-            "url": "${oc.env:DATABASE}",
-            "spaced": "${ oc.env : DATABASE}",
-            "by_name": "${url}",
-            "inside": "${url}/table",
-            "block": {"urls": ["${url}", "literal"]},
-            "again": "${block}",
-            "decoded": "${oc.decode:${oc.env:NUMBER}}",
-            "password": 12345,
-            "apiKey": "abcdefgh",
-            "text": "see abcdefgh",
-            "sort_key": "loss",
-            "monitor": "loss",
-            "pad_token": 0,
-            "is_secret": True,
-        }
-    )
-    shown = masked(config)
-    assert shown == {
-        "url": "***",
-        "spaced": "***",
-        "by_name": "***",
-        "inside": "***/table",
-        "block": {"urls": ["***", "literal"]},
-        "again": {"urls": ["***", "literal"]},
-        "decoded": "***",
-        "password": "***",
-        "apiKey": "***",
-        "text": "see ***",
-        "sort_key": "***",
-        "monitor": "loss",
-        "pad_token": 0,
-        "is_secret": True,
-    }
+    assert done.returncode == 0, done.stderr
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert not [path for path, content in files.items() if b"t0p-s3cret" in content]
+    assert "t0p-s3cret" not in done.stdout + done.stderr
+    assert len(list(tmp_path.glob("arguments-*"))) == 2  # the command lines of both ranks
+    for pattern in ("run/csv/hparams.yaml", "run/wandb/offline-run-*/*.wandb", "arguments-*"):
+        for path in [*tmp_path.glob(f"project/{pattern}"), *tmp_path.glob(pattern)]:
+            assert b"${oc.env:HUB_SECRET}" in files[path]
+    assert list(tmp_path.glob("project/run/**/*.ckpt"))

@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
-from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy
 from lightning_zero.fabric import ZeroStrategy as FabricStrategy
-from lightning_zero.layout.foreign_options import FOREIGN_OPTIONS
+from lightning_zero.health.reports import WAIT_REPORT_S
+from lightning_zero.layout.foreign_options import FOREIGN_OPTIONS, REMOVED_OPTIONS
 
 OTHERS = [
     DDPStrategy,
@@ -29,6 +30,25 @@ OTHERS = [
     ModelParallelStrategy,
     fully_shard,
 ]
+# Options that nothing replaces: the error lists ours.
+WITHOUT_EQUIVALENT = {
+    "model_averaging_period",
+    "dim",
+    "check_reduction",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "block_size",
+    "queue_depth",
+    "single_submit",
+    "overlap_events",
+    "thread_count",
+    "allgather_partitions",
+    "reduce_scatter",
+    "logging_batch_size_per_gpu",
+    "logging_level",
+    "contiguous_memory_optimization",
+    "synchronize_checkpoint_boundary",
+}
 OWN = set(inspect.signature(ZeroStrategy).parameters)
 
 
@@ -80,11 +100,26 @@ def test_an_option_of_another_strategy_names_ours(option, ours):
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
 def test_every_option_of_another_strategy_is_known(other):
     names = set(inspect.signature(other).parameters) - {"module", "kwargs"}
-    assert names - OWN - set(FOREIGN_OPTIONS) == set()
+    assert names - OWN - set(FOREIGN_OPTIONS) - WITHOUT_EQUIVALENT == set()
+
+
+REMOVED = [(kind, name) for kind in (ZeroStrategy, ZeroConfig, FabricStrategy, Engine)
+           for name in REMOVED_OPTIONS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "name"), REMOVED)
+def test_a_removed_option_is_gone_and_the_error_names_what_to_do(kind, name):
+    text = rf"has no option {name} any more; (leave it out: |use (timeout|prefetch_bucket_size), )"
+    with pytest.raises(TypeError, match=text):
+        kind(**{name: None})
+
+
+def test_the_removed_wait_is_the_one_that_is_reported():
+    assert f"a wait of {WAIT_REPORT_S:g} s " in REMOVED_OPTIONS["wait_report_s"]
 
 
 def test_no_option_of_ours_is_said_to_be_foreign():
-    assert not OWN & set(FOREIGN_OPTIONS)
+    assert not OWN & {*FOREIGN_OPTIONS, *REMOVED_OPTIONS}
 
 
 def test_replacements_exist():

@@ -104,7 +104,6 @@ def test_settings_of_one_stage_are_left_out_in_another(model):
     [
         ({"stage": "auto", "reduce_bucket_size": -1}, ValueError, "reduce_bucket_size must be"),
         ({"stage": "three"}, TypeError, "stage must be one of 0, 1, 2, 3, got 'three'"),
-        ({"check_memory": "yes"}, TypeError, "check_memory must be True or False"),
     ],
 )
 def test_wrong_settings_are_refused_when_the_strategy_is_made(arguments, error, text):
@@ -134,7 +133,6 @@ def test_states_that_cannot_fit_are_refused_with_what_would(model):
     assert len(lines) == 3
     assert "ZeroStrategy(stage=3)" in text
     assert 'ZeroStrategy(stage=2, offload_optimizer="cpu")' in text
-    assert "check_memory=False" in text
 
 
 def test_the_error_reports_that_nothing_would_fit(model):
@@ -154,15 +152,12 @@ def test_states_of_an_optimizer_that_cannot_be_probed_are_not_counted(model):
     check_memory_fits(model, [Odd(model.parameters())], ZeroConfig(stage=0), memory(12), CUDA)
 
 
-def test_a_run_that_cannot_fit_is_refused_before_it_begins_unless_the_check_is_off(monkeypatch):
+def test_a_run_that_cannot_fit_is_refused_before_it_begins(monkeypatch):
     monkeypatch.setattr(strategy_settings, "_physical_bytes", lambda: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(ValueError, match=r"model states do not fit: .* KiB|do not fit"):
-            make_trainer(settings(3, check_memory=True)).fit(MLPModule())
-        module = MLPModule()
-        make_trainer(settings(3, check_memory=False)).fit(module)
-    assert module.losses
+            make_trainer(settings(3)).fit(MLPModule())
 
 
 # ---------------------------------------------------------------- training

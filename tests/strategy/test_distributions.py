@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero._lightning import VARIABLE
-from tests.support.pages import blocks
+from tests.support.pages import ROOT, blocks
 from tests.support.processes import SCRIPTS, run_python, start_python
 from tests.support.ranks import run_ranks
 
@@ -118,7 +119,11 @@ def test_classes_are_those_of_lightning_if_it_was_imported():
     )
 
 
-(PAGE,) = blocks("python", "docs/guides/pytorch-lightning.md")
+(PAGE,) = (
+    block
+    for block in blocks("python", "docs/guides/other-tools.md")
+    if block.startswith("import pytorch_lightning")
+)
 PAGE = PAGE.replace("devices=8", 'devices=2, accelerator="cpu"')
 PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
 
@@ -233,3 +238,34 @@ def test_spawned_ranks_choose_as_the_process_that_starts_them(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SPAWN)
     run_python(script)
+
+
+INSTALLED_ALONE = """
+import lightning_zero
+from importlib.util import find_spec
+from {package} import Trainer
+from {package}.demos.boring_classes import BoringModel
+from {fabric} import Fabric
+assert not any(map(find_spec, {without}))
+options = dict(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+trainer = Trainer(strategy="zero3", max_steps=2, limit_val_batches=0, **options)
+trainer.fit(BoringModel())
+assert trainer.global_step == 2 and type(trainer.strategy) is lightning_zero.ZeroStrategy
+fabric = Fabric(strategy="zero1", accelerator="cpu", devices=1)
+assert type(fabric.strategy).__module__ == "lightning_zero.fabric.strategy"
+"""
+
+
+@pytest.mark.default_cases("pytorch_lightning")
+@pytest.mark.parametrize(
+    ("package", "fabric"),
+    [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")],
+    ids=["lightning", "pytorch_lightning"],
+)
+def test_each_distribution_trains_where_it_alone_is_installed(tmp_path, package, fabric):
+    without = OTHERS[package.partition(".")[0]]
+    for path in Path(find_spec("torch").origin).parents[1].iterdir():
+        if path.name.partition("-")[0] not in without and path.suffix != ".pth":
+            (tmp_path / path.name).symlink_to(path)
+    program = INSTALLED_ALONE.format(package=package, fabric=fabric, without=without)
+    run_python("-S", "-c", program, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")

@@ -70,7 +70,7 @@ def test_each_scheduler_equals_ddp(scheduler, stage):
     assert reference[0].learning_rates[0] != OPTIMIZERS["adamw"].keywords["lr"]
 
 
-@pytest.mark.default_cases("prefetch all", "few live parameters", "all parameters unsharded")
+@pytest.mark.default_cases("prefetch all", "all parameters unsharded")
 @pytest.mark.parametrize(
     "options",
     [
@@ -80,7 +80,6 @@ def test_each_scheduler_equals_ddp(scheduler, stage):
         pytest.param({"overlap_comm": False}, id="no overlap"),
         pytest.param({"prefetch_bucket_size": 0}, id="no prefetch"),
         pytest.param({"prefetch_bucket_size": 10**9}, id="prefetch all"),
-        pytest.param({"max_live_parameters": 1}, id="few live parameters"),
         pytest.param({"param_persistence_threshold": 100}, id="small parameters unsharded"),
         pytest.param({"param_persistence_threshold": 10**9}, id="all parameters unsharded"),
         pytest.param({"reshard_after_forward": False}, id="no reshard after forward"),

@@ -1,4 +1,4 @@
-"""The subclass of docs/guides/subclassing.md, with process groups of its own."""
+"""The subclass of docs/concepts/subclassing.md, with process groups of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_TOKENS = {0: 4, 1: 2, 2: 6, 3: 2}  # by rank
 
 def documented(name):
     """A class of the page."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGES["docs/guides/subclassing.md"], re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", PAGES["docs/concepts/subclassing.md"], re.DOTALL)
     (block,) = [block for block in blocks if f"class {name}" in block]
     namespace = {}
     exec(block, namespace)

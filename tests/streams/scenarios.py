@@ -90,7 +90,6 @@ _WAYS: dict[str, dict[str, Any]] = {
     "no overlap": {"config": {"overlap_comm": False}},
     "failures": {"options": ("failures",)},
     "failures in groups": {"config": {"sharding_group_size": 4}, "options": ("failures",)},
-    "two groups": {"config": {"separate_reduce_scatter_group": True}},
     "one rank": {"num_ranks": 1},
     "no group": {"num_ranks": 0},
 }

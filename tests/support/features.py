@@ -1,4 +1,4 @@
-"""The table of what works in docs/features.md, written by the tests that passed.
+"""The table of what works in docs/limits.md, written by the tests that passed.
 
     @pytest.mark.shows("EMAWeightAveraging")                       # in stages 1, 2 and 3
     @pytest.mark.shows("ModelPruning", stages=(1, 2))
@@ -8,7 +8,7 @@ A test with a parameter `stage` counts for that stage alone. One mark on each of
 several marks on one, are fine: a cell is "yes" if all tests behind it have passed. What is no
 callback of Lightning's gets a row among the features.
 
-`pytest -m "shows or refuses" --write-features docs/features.md` runs the tests and writes it;
+`pytest -m "shows or refuses" --write-features docs/limits.md` runs the tests and writes it;
 `pytest --collect-only --list-features` prints the one that would be written if all passed.
 """
 
@@ -71,15 +71,21 @@ def table(claims: Iterable[Claim]) -> str:
     for is_callback, title in ((True, "callback of Lightning"), (False, "feature")):
         names = sorted((n for n in rows if are_callbacks[n] is is_callback), key=str.lower)
         lines = [f"| {title} | stage 1 | stage 2 | stage 3 | |", "|---|---|---|---|---|"]
-        lines += [_row(f"`{n}`" if is_callback else n, rows[n]) for n in names]
+        titles: dict[str, list[str]] = {}  # of each row; equal callbacks share one
+        for name in names:
+            key = _cells(rows[name]) if is_callback else name
+            titles.setdefault(key, []).append(name)
+        for together in titles.values():
+            title = ", ".join(f"`{name}`" if is_callback else name for name in together)
+            lines.append(f"| {title} | {_cells(rows[together[0]])} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-def _row(title: str, cells: dict[int, Claim]) -> str:
-    texts = [cells[stage].cell if stage in cells else "" for stage in _STAGES]
-    reasons = sorted({claim.because for claim in cells.values() if claim.because is not None})
-    return f"| {title} | {' | '.join(texts)} | {'; '.join(reasons)} |"
+def _cells(claims: dict[int, Claim]) -> str:
+    texts = [claims[stage].cell if stage in claims else "" for stage in _STAGES]
+    reasons = sorted({claim.because for claim in claims.values() if claim.because is not None})
+    return f"{' | '.join(texts)} | {'; '.join(reasons)}"
 
 
 class Features:
@@ -118,7 +124,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
-        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of docs/features.md",
+        "shows(name, stages=(1, 2, 3)): the test shows that this works; a row of docs/limits.md",
         "refuses(name, stages, because): the test shows that this is refused, and why",
     ):
         config.addinivalue_line("markers", line)

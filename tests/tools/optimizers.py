@@ -2,7 +2,7 @@
 
     python -m tests.tools.optimizers                          # all, as a table
     python -m tests.tools.optimizers timm torch.optim.Muon    # packages and classes by name
-    python -m tests.tools.optimizers --write docs/optimizers.md
+    python -m tests.tools.optimizers --write tests/benchmarks/2026-11-23-optimizers.md
 
 Two ranks train in stages 1 and 3 on gradients of their own; the reference is one process on the
 mean of both gradients, with the same optimizer. For packages that are not installed one line stands
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the table; the number of classes that are silently different."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
     parser.add_argument("wanted", nargs="*", help="packages or classes; default: all")
-    parser.add_argument("--write", type=Path, help="page whose table is replaced")
+    parser.add_argument("--write", type=Path, help="dated page whose table is replaced")
     options = parser.parse_args(arguments)
     rows, num_silent = [], 0
     for name, outcome in _rows(options.wanted):
