@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest:
         args.overrides += rest  # argparse collects only adjacent overrides
     try:
+        if first_line := getattr(args, "first_line", ""):  # before imports that take seconds
+            print(f"lightning-zero {args.command}: {first_line}", file=sys.stderr, flush=True)
         module = importlib.import_module(f"{__name__}.{args.command.replace('-', '_')}")
         status: int = module.run(args)
         sys.stdout.flush()

@@ -194,6 +194,7 @@ def _add_plan(subparsers: _Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(first_line="loading torch and building the model")
     _add_model(parser)
     _add_training(parser)
     _add_machine(parser)

@@ -11,10 +11,11 @@ import inspect
 import json
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from hydra import compose, initialize_config_dir
@@ -29,35 +30,38 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import lightning_zero.conf  # noqa: F401  # registers the schemas that its files refer to
 from lightning_zero.cli.options import PRECISIONS
-from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw
+from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw, heading
 from lightning_zero.core.recompute import find_checkpointed, outermost
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.probe import find_full_optimizers
+from lightning_zero.optim.state_sizes import (
+    OptimizerStates,
+    data_parallel_bytes,
+    full_checkpoint_bytes,
+)
 from lightning_zero.planner import (
     SHAPES,
-    Choice,
     Decoder,
     DecoderShape,
     EngineRuns,
     Estimate,
-    Job,
     Machine,
     Rates,
     all_choices,
-    data_parallel_bytes,
+    auto_base,
     estimate,
-    full_checkpoint_bytes,
     make_optimizers,
     shape_of_hugging_face,
+    with_recompute,
 )
-from lightning_zero.strategy.settings import auto_base
 from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["Source", "source_from_arguments", "run"]
 
+_Item = TypeVar("_Item")
 _SHORT_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}
 # Attribute of the planner's `Rates` by argument; a GB is 10^9 bytes.
 _RATES = {
@@ -92,14 +96,18 @@ def run(args: argparse.Namespace) -> int:
     blocks = outermost(find_blocks(source.module))
     named = parameters_by_name(source.module)
     optimizers = make_optimizers(args.optimizer, named, blocks)
-    job = Job(
+    states = OptimizerStates(optimizers)
+    for parameter in named.values():
+        states.of(parameter, torch.float32)  # raises if a step of the optimizer needs more
+    runs = partial(
+        EngineRuns,
         source.module,
         optimizers,
         num_micro_batches=num_micro_batches,
+        autocast=autocast,
         full_optimizers=find_full_optimizers(optimizers, config),
         averages=[Tier(where) for where in args.average],
     )
-    rows, note = _rows(job, source.step, machine, config, autocast)
     summary = {
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
@@ -113,6 +121,9 @@ def run(args: argparse.Namespace) -> int:
         "data_parallel_bytes": data_parallel_bytes(named, optimizers),
         "full_checkpoint_bytes": full_checkpoint_bytes(named, optimizers),
     }
+    if not args.json:
+        print(heading(summary, machine), flush=True)
+    rows, note = _rows(runs, source.step, machine, config)
     best = best_of(rows)
     if args.json:
         print(json.dumps({**summary, "choices": [as_dict(row) for row in rows], "best": best}))
@@ -154,59 +165,63 @@ def _machine(args: argparse.Namespace, source: Source) -> Machine:
 
 
 def _rows(
-    job: Job, step: Step | None, machine: Machine, config: ZeroConfig, autocast: torch.dtype | None
+    runs: Callable[[Step | None], EngineRuns],
+    step: Step | None,
+    machine: Machine,
+    config: ZeroConfig,
 ) -> tuple[list[Row], str]:
     """Estimates of all choices, and a note on what is not counted.
 
     Args:
-        job: The job, without runs of the engine.
+        runs: Makes the runs of the engine for a step.
         step: Function of the model that computes a loss; None: its inputs are unknown.
         machine: Hardware of the job.
         config: Settings for any stage and offload.
-        autocast: Dtype of autocast; None: no autocast.
     """
     choices = all_choices(config)
-    note = "activations are not counted: pass the shapes of the inputs with --input."
     if step is not None:
-        runs = EngineRuns(
-            job.module,
-            job.optimizers,
-            step,
-            num_micro_batches=job.num_micro_batches,
-            autocast=autocast,
-            full_optimizers=job.full_optimizers,
-        )
-        counted = replace(job, runs=runs)
+        counted = runs(step)
         try:
-            plain = [estimate(choice, counted, machine) for choice in choices]
+            plain = [estimate(choice, counted, machine) for choice in _progress(choices, "")]
         except ValueError as error:
             note = f"activations are not counted: {error}"
         else:
-            checkpointed, note = _checkpointed(choices, counted, machine)
-            return list(map(Row, plain, checkpointed)), note
-    return [Row(estimate(choice, job, machine), None) for choice in choices], note
+            recomputed, note = _with_recompute(plain, counted)
+            return list(map(Row, plain, recomputed)), note
+    else:
+        note = "activations are not counted: pass the shapes of the inputs with --input."
+    counted = runs(None)
+    return [Row(estimate(c, counted, machine), None) for c in _progress(choices, "")], note
 
 
-def _checkpointed(
-    choices: Sequence[Choice], job: Job, machine: Machine
+def _progress(items: Sequence[_Item], how: str) -> Iterator[_Item]:
+    """Yields the items, and counts them on stderr if it is a terminal."""
+    is_shown = sys.stderr.isatty()
+    try:
+        for number, item in enumerate(items, start=1):
+            if is_shown:
+                text = f"\rchoice {number} of {len(items)}{how}"
+                print(text, end="", file=sys.stderr, flush=True)
+            yield item
+    finally:
+        if is_shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)  # clears the line
+
+
+def _with_recompute(
+    plain: Sequence[Estimate], runs: EngineRuns
 ) -> tuple[Sequence[Estimate | None], str]:
     """Estimates with activation checkpointing of the repeated blocks, and a note.
 
     None: modules are under activation checkpointing already, or there are no such blocks.
     """
-    nothing = [None] * len(choices)
-    is_set = any(find_checkpointed(job.module, choices[0].config.checkpointed_modules))
-    if is_set or not find_blocks(job.module):
+    nothing = [None] * len(plain)
+    is_set = any(find_checkpointed(runs.module, plain[0].choice.config.checkpointed_modules))
+    if is_set or not find_blocks(runs.module):
         return nothing, ""
     try:
-        return [
-            estimate(
-                replace(choice, config=choice.config.replace(activation_checkpointing=True)),
-                job,
-                machine,
-            )
-            for choice in choices
-        ], ""
+        found = [with_recompute(one, runs) for one in _progress(plain, " with recompute")]
+        return found, ""
     except ValueError as error:
         return nothing, f"activation checkpointing is not counted: {error}"
 

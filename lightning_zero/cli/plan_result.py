@@ -7,7 +7,6 @@ number; the columns of numbers show how they differ.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -29,13 +28,12 @@ from lightning_zero.observe.plots import (
     titled_axes,
 )
 from lightning_zero.observe.tables import table
-from lightning_zero.planner import Estimate, Machine
-from lightning_zero.strategy.settings import as_arguments
+from lightning_zero.planner import Estimate, Machine, as_arguments
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw"]
+__all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw", "heading"]
 
 _TEXT_WIDTH = 80  # columns
 _NVME_WITH_GRADIENTS = "nvme with gradients"
@@ -115,21 +113,28 @@ def as_dict(row: Row) -> dict[str, Any]:
         ),
         "state_bytes_per_rank": {
             tier.value: {state.value: nbytes for state, nbytes in states.items()}
-            for tier, states in plain.rank_memory.tiers.items()
+            for tier, states in plain.tiers.items()
         },
         "min_and_max_bytes_of_ranks": {
-            tier.value: list(plain.ranks.min_max_bytes(tier)) for tier in plain.rank_memory.tiers
+            tier.value: list(plain.ranks.min_max_bytes(tier)) for tier in plain.tiers
         },
-        "module_buffer_bytes": plain.rank_memory.module_buffer_bytes,
-        "average_bytes": plain.rank_memory.average_bytes,
-        "nvme_buffer_bytes": plain.rank_memory.nvme_buffer_bytes,
-        "staging_bytes": plain.staging_bytes,
+        "module_buffer_bytes": plain.module_buffer_bytes,
+        "average_bytes": sum(plain.counts.averages.values()),
+        "nvme_buffer_bytes": plain.counts.nvme_buffer_bytes,
+        "staging_bytes": plain.counts.staging_bytes,
         "peak_bytes": {
-            "unsharded": plain.peak.unsharded_bytes,
-            "gradient buckets": plain.peak.grad_bucket_bytes,
-            "activations": plain.peak.activation_bytes,
+            "unsharded": plain.counts.peak.unsharded_bytes,
+            "gradient buckets": plain.counts.peak.grad_bucket_bytes,
+            "activations": plain.counts.peak.activation_bytes,
         },
-        "step_bytes": dataclasses.asdict(plain.traffic),
+        "step_bytes": {
+            "wire": plain.sent_bytes,
+            "to_cpu": plain.counts.to_cpu,
+            "from_cpu": plain.counts.from_cpu,
+            "nvme_read": plain.counts.read,
+            "nvme_written": plain.counts.written,
+            "cpu_step": plain.counts.cpu_step,
+        },
         "missing_bytes": plain.missing_bytes,
     }
 
@@ -143,7 +148,7 @@ def as_text(
     *,
     shows_all: bool = False,
 ) -> str:
-    """Text of the result, for 80 columns.
+    """Text of the result below `heading`, for 80 columns.
 
     Args:
         summary: Model, training and ranks.
@@ -155,12 +160,16 @@ def as_text(
     """
     shown = rows if shows_all else _worth_reading(rows, best)
     num_left_out = len(rows) - len(shown)
-    above = [*_head(summary, machine), note]
     below = [f"{num_left_out} more choices: --all" if num_left_out else ""]
     below += _assumptions(summary, rows, machine) if shows_all else []
-    parts = [*map(_wrapped, filter(None, above)), "", _table(shown, best)]
+    parts = [*([_wrapped(note)] if note else []), "", _table(shown, best)]
     parts += [text for line in filter(None, below) for text in ("", _wrapped(line))]
     return "\n".join([*parts, "", *_verdict(summary, rows, best)])
+
+
+def heading(summary: Mapping[str, Any], machine: Machine) -> str:
+    """Lines about model and hardware, which are known before the estimates."""
+    return "\n".join(map(_wrapped, _head(summary, machine)))
 
 
 def _wrapped(text: str) -> str:
@@ -271,11 +280,11 @@ def _table(rows: Sequence[Row], best: Any) -> str:
             "*" if best is not None and best["choice"] == row.plain.choice.name else "",
             row.plain.choice.zero,
             row.plain.choice.offload.replace(_NVME_WITH_GRADIENTS, "nvme+gradients"),
-            _in_unit(row.plain.rank_memory.tier_bytes(Tier.DEVICE), size),
+            _in_unit(row.plain.ranks.most_bytes(Tier.DEVICE), size),
             _in_unit(row.plain.device_bytes, size),
             *([recompute(row)] if has_recompute else []),
             *(_in_unit(getattr(row.plain, name), size) for name in used),
-            _in_unit(row.plain.traffic.wire, size),
+            _in_unit(row.plain.sent_bytes, size),
             times(row.plain),
             fits(row),
         ]
@@ -529,13 +538,13 @@ def _column(axes: Axes, rows: Sequence[Row], name: str, x: float, unit: tuple[st
 def _parts(row: Row) -> dict[str, int]:
     """Bytes on the device by part of a bar."""
     estimate = row.chosen
-    held = estimate.rank_memory.tiers[Tier.DEVICE]
+    held, peak = estimate.tiers[Tier.DEVICE], estimate.counts.peak
     parts = {
-        "parameters": held[State.PARAM] + estimate.rank_memory.module_buffer_bytes,
+        "parameters": held[State.PARAM] + estimate.module_buffer_bytes,
         "gradients": held[State.GRAD],
         "optimizer": held[State.OPTIM],
-        "unsharded units": estimate.peak.unsharded_bytes,
-        "gradient buckets": estimate.peak.grad_bucket_bytes,
-        "activations" if estimate is row.plain else _CHECKPOINTED: estimate.peak.activation_bytes,
+        "unsharded units": peak.unsharded_bytes,
+        "gradient buckets": peak.grad_bucket_bytes,
+        "activations" if estimate is row.plain else _CHECKPOINTED: peak.activation_bytes,
     }
     return parts | {"in CPU memory": estimate.device_bytes - sum(parts.values())}

@@ -7,6 +7,7 @@
     held          sharded tensors that users hold when the engine closes
     offloaded     what is moved to CPU memory while generation needs the device
     counting      bytes held, for `memory_report`
+    expected      bytes that will be held at a step, for messages before the first one
     consistency   descriptions that must be the same on every rank
 
 Begin with `engine`.

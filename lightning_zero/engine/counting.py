@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,14 +23,14 @@ from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["count_memory", "full_checkpoint_bytes", "cpu_param_bytes", "full_bytes"]
+__all__ = ["count_held", "count_memory", "full_checkpoint_bytes", "cpu_param_bytes", "full_bytes"]
 
 _STATES_NUMEL = 2  # elements of Adam's states for each element of a trained parameter
 
 
 def count_memory(
     buckets: Sequence[Bucket],
-    optimizers: Iterable[Optimizer],
+    optimizers: Collection[Optimizer],
     storage: Storage,
     comm: Communicator,
     averages: Iterable[Bucket],
@@ -40,19 +40,17 @@ def count_memory(
     `averages`: buckets of averages of the weights, which count as optimizer state.
     """
     held: Counter[tuple[Tier, State]] = Counter()
+    for counted in count_held(buckets, optimizers):
+        held.update(counted)
     # Bytes with DistributedDataParallel: in the original dtypes of parameters.
     alone = dict.fromkeys(State, 0)
     for bucket in buckets:
-        held.update(_allocated_bytes(bucket))
         params = full_bytes(bucket)
         alone[State.PARAM] += params
         if any(parameter.requires_grad for parameter in bucket.parameters):
             alone[State.GRAD] += params
     for optimizer in optimizers:
         for placement, value in _states_of(optimizer):
-            if not isinstance(value, LazyTensor):  # lazy tensors are counted by their bucket
-                nbytes = value.untyped_storage().nbytes()
-                held[_tier_in_memory(placement), State.OPTIM] += nbytes
             own = bucket_of(placement).orig_dtypes[placement.index]
             alone[State.OPTIM] += _full_numel(placement, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
@@ -78,6 +76,19 @@ def count_memory(
         nvme_written_bytes=storage.bytes_written,
         average_bytes=average_bytes,
     )
+
+
+def count_held(
+    buckets: Sequence[Bucket], optimizers: Iterable[Optimizer]
+) -> list[Counter[tuple[Tier, State]]]:
+    """Counts the bytes that each bucket holds now, by tier and state, without averages. Local."""
+    held = {bucket: _allocated_bytes(bucket) for bucket in buckets}
+    for optimizer in optimizers:
+        for placement, value in _states_of(optimizer):
+            if not isinstance(value, LazyTensor):  # the file of a lazy tensor is counted already
+                nbytes = value.untyped_storage().nbytes()
+                held[bucket_of(placement)][_tier_in_memory(placement), State.OPTIM] += nbytes
+    return list(held.values())
 
 
 def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:

@@ -43,7 +43,7 @@ from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import DEFAULT_TIMEOUT
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.foreign_options import unknown_option_error
-from lightning_zero.strategy.announce import announce, states_with_ddp
+from lightning_zero.strategy.announce import announce
 from lightning_zero.strategy.processes import Processes, StartMethod
 from lightning_zero.strategy.saving import (
     CheckpointType,
@@ -270,7 +270,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         config = self._settings.resolve(hardware, dtype, is_autocast=dtype is not None)
         gather = self.gather_for("all ranks to set up a module")
         check_memory_together(module, optimizers, config, hardware, gather)
-        with_ddp = states_with_ddp(module, optimizers)
         engine = Engine(
             module,
             optimizers,
@@ -278,7 +277,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             device=self.root_device,
             timeout=self._timeout,
         )  # with a watchdog of its own: no rank regroups after an exception
-        announce(engine, with_ddp)
+        announce(engine)
         self._engines.append(engine)
         return ZeroModule(module, engine), optimizers, scheduler
 

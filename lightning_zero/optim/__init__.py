@@ -3,6 +3,7 @@
     flow          data flow of an optimizer step: which elements each element depends on
     probe_run     steps a copy of an optimizer on small tensors
     probe         classifies an optimizer: elementwise, full tensors, or refused
+    state_sizes   bytes of the states that an optimizer keeps for each parameter
     clone         copies of an optimizer over other tensors
     step          the optimizer step: all at once, or bucket by bucket with offloaded states
     bucket_loop   steps of several buckets, one after the other, in a worker thread or not

@@ -1,60 +1,48 @@
 """Memory and traffic of every stage and offload, computed before a job runs.
 
-Needs neither a device nor other ranks. Imports the engine, which counts the peak of a step itself.
+Needs neither a device nor other ranks. The engine itself counts: it trains on shapes alone.
 
-    estimates       every stage with every offload: its estimate, whether it fits, the cheapest
-    engine_run      peak of a step: the engine trains on shapes alone; few blocks stand for many
+    choices         every stage with every offload, as settings and as text
+    estimates       memory and traffic of a choice, and whether it fits
+    engine_run      bytes of a step and between steps; few blocks stand for many
+    counts          bytes between steps and moved in a step, of all buckets
     planned_engine  the engine without other ranks and without files
     shapes_only     operators that allocate their results and compute nothing
-    no_step         formulas for the peak where the inputs of the module are unknown
-    memory          formulas for the model states between steps, equal to the engine's counts
-    traffic         bytes between ranks and between tiers, and the time they take
     shapes          models known by name or by their Hugging Face config.json
-    optimizers      the states that an optimizer keeps for each parameter
+    optimizers      optimizers of torch by name
 
 Start reading at `estimates`.
 """
 
+from lightning_zero.planner.choices import Choice, all_choices, as_arguments, auto_base
+from lightning_zero.planner.counts import Counts
 from lightning_zero.planner.engine_run import EngineRuns
 from lightning_zero.planner.estimates import (
-    Choice,
     Estimate,
-    Job,
     Machine,
-    all_choices,
-    cheapest,
+    Rates,
     estimate,
-    make_memory_estimator,
+    with_recompute,
 )
-from lightning_zero.planner.memory import MemoryEstimator
-from lightning_zero.planner.optimizers import (
-    OPTIMIZER_NAMES,
-    data_parallel_bytes,
-    full_checkpoint_bytes,
-    make_optimizers,
-)
+from lightning_zero.planner.optimizers import OPTIMIZER_NAMES, make_optimizers
 from lightning_zero.planner.shapes import SHAPES, Decoder, DecoderShape, shape_of_hugging_face
-from lightning_zero.planner.traffic import Rates, Traffic
 
 __all__ = [
     "OPTIMIZER_NAMES",
     "SHAPES",
     "Choice",
+    "Counts",
     "Decoder",
     "DecoderShape",
     "EngineRuns",
     "Estimate",
-    "Job",
     "Machine",
-    "MemoryEstimator",
     "Rates",
-    "Traffic",
     "all_choices",
-    "cheapest",
-    "data_parallel_bytes",
-    "full_checkpoint_bytes",
+    "as_arguments",
+    "auto_base",
     "estimate",
     "make_optimizers",
     "shape_of_hugging_face",
-    "make_memory_estimator",
+    "with_recompute",
 ]

@@ -1,15 +1,15 @@
 """Bytes of a training step, counted by the engine itself while it trains on shapes alone.
 
-[Note: Planned engine] The engine of training runs on a copy of the module: one rank of a fake
-process group, with storages that are never written (shapes_only.py). Its schedule and its buffers
-are those of training; only collectives and files move nothing. The third step is measured, because
-the schedule has been recorded then. The optimizers are plain SGD, because states of optimizers are
-not part of the peak; only whether they step full tensors matters, which decides on the layout.
+[Note: Planned engine] The engine of training runs on a copy of the module, with copies of the
+optimizers: one rank of a fake process group, with storages that are never written (shapes_only.py).
+Its schedule and its buffers are those of training; only collectives and files move nothing. The
+third step is measured, because the schedule has been recorded then.
 
 [Note: A device on the CPU] All tensors are on the CPU. To count those of a device with memory of
 its own, storage and communicator behave as on such a device: offloaded shards are copied to mapped
-memory, which is not counted. Device memory is the same whether a shard is offloaded to CPU memory
-or to NVMe, so NVMe is replaced by CPU memory.
+memory, which is not counted. Three numbers cannot be counted so, and are computed from the buckets
+of the run: bytes copied between the device and CPU memory, which are one memory here; bytes that a
+step on the CPU reads and writes; and buffers of copies, which only a CUDA device has.
 
 [Note: Four blocks] The time of a run grows with the number of blocks. If all blocks of a container
 have the same class and equal parameters, a few stand for all. Between two blocks in the middle of
@@ -17,7 +17,13 @@ forward, memory grows by the activations of one; if it does not grow by the same
 all are run. What backward has not reached yet is larger by that much for each missing block, less
 the gradients of the block that have been zeroed. So the peak of a step is the largest of four:
 before the third block; from there to the end of forward; in backward down to the last block but
-one that still prefetches; and after that.
+one that still prefetches; and after that. Model states and traffic of a block in the middle count
+once more for each missing one. That is exact where a block has buckets of its own (stage 3). A
+bucket with parameters of several blocks counts by its elements, which neglects its padding.
+
+[Note: Unknown inputs] Without the inputs of the module, the forward of each unit is replaced by one
+that sums its parameters: units are used once each, in the order of registration, and there are no
+activations.
 """
 
 from __future__ import annotations
@@ -25,11 +31,11 @@ from __future__ import annotations
 import gc
 import math
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,42 +47,19 @@ from lightning_zero.comm.fake import fake_world
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.offload import OffloadConfig
+from lightning_zero.layout.names import parameters_by_name, saved_name
+from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import find_blocks
-from lightning_zero.planner.planned_engine import CpuEngine, DeviceEngine, copies_on_cpu
+from lightning_zero.optim.clone import parameters_of
+from lightning_zero.planner.counts import BucketCounts, Counts, Peak, Windows
+from lightning_zero.planner.planned_engine import copies_on_cpu, planned_engine
 from lightning_zero.planner.shapes_only import Results, ShapesOnly
-from lightning_zero.record.spans import Kind
 
-__all__ = ["EngineRuns", "Peak", "RankOfGroup", "RepeatedBlocks", "find_repeated_blocks"]
+__all__ = ["EngineRuns", "RankOfGroup", "RepeatedBlocks", "find_repeated_blocks"]
 
 _CPU = torch.device("cpu")
 _NUM_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Peak:
-    """Peak of one rank's device memory in forward and backward, without the model states.
-
-    Attributes:
-        unsharded_bytes: Bytes of unsharded parameters of stage 3.
-        grad_bucket_bytes: Bytes of unsharded gradients.
-        activation_bytes: Bytes of activations and of all other tensors.
-        freed_bytes: Bytes of gradients that are counted as model states but are freed at the peak,
-            after `zero_grad`.
-        num_all_gathers: Number of all-gathers before use in one micro-batch, by bucket.
-    """
-
-    unsharded_bytes: int = 0
-    grad_bucket_bytes: int = 0
-    activation_bytes: int = 0
-    freed_bytes: int = 0
-    num_all_gathers: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes in addition to the model states, minus those that are freed."""
-        needed = self.unsharded_bytes + self.grad_bucket_bytes + self.activation_bytes
-        return needed - self.freed_bytes
 
 
 @dataclass(frozen=True)
@@ -87,13 +70,11 @@ class RankOfGroup:
         rank: Rank in the group.
         size: Number of ranks.
         has_device_memory: Whether the device has memory of its own.
-        grad_bytes: Bytes of gradients between steps on the device, for all blocks.
     """
 
     rank: int
     size: int
     has_device_memory: bool
-    grad_bytes: int
 
 
 class EngineRuns:
@@ -102,46 +83,61 @@ class EngineRuns:
     Args:
         module: Module on any device, also on meta; it is left unchanged.
         optimizers: Optimizers of its parameters.
-        step: Function of the module that returns the loss of a micro-batch.
+        step: Function of the module that returns the loss of a micro-batch. None: see [Note:
+            Unknown inputs].
         num_micro_batches: Number of micro-batches in an optimizer step.
         autocast: Dtype of autocast; None: no autocast.
         full_optimizers: Indices of the optimizers that step full tensors.
+        averages: Tier of each average of the weights: CPU, or DEVICE for the tier of the optimizer.
     """
 
     def __init__(
         self,
         module: nn.Module,
         optimizers: Sequence[Optimizer],
-        step: Callable[[nn.Module], Tensor],
+        step: Callable[[nn.Module], Tensor] | None = None,
         *,
         num_micro_batches: int = 1,
         autocast: torch.dtype | None = None,
         full_optimizers: Collection[int] = (),
+        averages: Sequence[Tier] = (),
     ) -> None:
-        self._module = module
-        self._optimizers = optimizers
-        self._full_optimizers = full_optimizers
+        self.module = module
+        self.averages = averages
+        self.optimizers = optimizers
+        self.full_optimizers = full_optimizers
+        self.num_micro_batches = num_micro_batches
         self._step = step
-        self._num_micro_batches = min(num_micro_batches, 2)
         self._autocast = autocast
         self._results: Results = {}
-        self._known: dict[tuple[str, RankOfGroup], Peak] = {}
+        self._known: dict[tuple[str, RankOfGroup], Counts] = {}
 
-    def peak(self, config: ZeroConfig, of: RankOfGroup) -> Peak:
-        """Peak under `config`, whose replicas are ignored.
+    def count(self, config: ZeroConfig, of: RankOfGroup) -> Counts:
+        """Bytes under `config`, whose replicas are ignored.
 
         Raises:
             ValueError: The step cannot run on shapes alone.
         """
-        config = _equal_on_device(config, of).replace(sharding_group_size=None)
+        config = config.replace(sharding_group_size=None)
         key = repr(config), of
         if key not in self._known:
             self._known[key] = self._run_few(config, of) or self._run(config, of, None)[0]
         return self._known[key]
 
-    def _run_few(self, config: ZeroConfig, of: RankOfGroup) -> Peak | None:
-        """Peak from a run of a few blocks; None: they do not stand for all."""
-        blocks = find_repeated_blocks(self._module)
+    def recomputed_peak(self, config: ZeroConfig, of: RankOfGroup) -> Peak:
+        """Peak under `config` with activation checkpointing of the repeated blocks.
+
+        The other bytes are those without it: backward all-gathers a unit once in both cases.
+
+        Raises:
+            ValueError: As for `count`.
+        """
+        config = _equal_on_device(config, of).replace(activation_checkpointing=True)
+        return self.count(config, of).peak
+
+    def _run_few(self, config: ZeroConfig, of: RankOfGroup) -> Counts | None:
+        """Bytes from a run of a few blocks; None: they do not stand for all."""
+        blocks = find_repeated_blocks(self.module)
         if blocks is None:
             return None
         num_prefetched = 1
@@ -151,15 +147,15 @@ class EngineRuns:
         if few.num_run >= len(blocks.children):
             return None
         try:
-            peak, is_linear = self._run(config, of, few)
+            counts, is_linear = self._run(config, of, few)
         except ValueError:
             return None
-        return peak if is_linear else None
+        return counts if is_linear else None
 
     def _run(
         self, config: ZeroConfig, of: RankOfGroup, few: _FewBlocks | None
-    ) -> tuple[Peak, bool]:
-        """Peak, and whether memory grows by the same for each block."""
+    ) -> tuple[Counts, bool]:
+        """Bytes, and whether memory grows by the same for each block."""
         meter = _Meter()
         try:
             with ExitStack() as stack:
@@ -173,66 +169,103 @@ class EngineRuns:
         except Exception as error:
             text = " ".join(str(error).split())
             raise ValueError(
-                f"one step of {type(self._module).__name__} cannot run on shapes alone "
+                f"one step of {type(self.module).__name__} cannot run on shapes alone "
                 f"({type(error).__name__}: {text[:300]}); pass inputs of the right "
                 "shape, or plan without activations."
             ) from error
 
     def _train(
         self, config: ZeroConfig, of: RankOfGroup, few: _FewBlocks | None, meter: _Meter
-    ) -> tuple[Peak, bool]:
-        with nullcontext() if few is None else few.without_others(self._module):
-            copies = copies_on_cpu(self._module, self._optimizers, self._full_optimizers)
-        module, optimizers = copies
+    ) -> tuple[Counts, bool]:
+        with nullcontext() if few is None else few.without_others(self.module):
+            module, optimizers = copies_on_cpu(self.module, self.optimizers)
+        kind = planned_engine(
+            [optimizers[index] for index in self.full_optimizers],
+            has_device_memory=of.has_device_memory,
+        )
         # Gradients are never computed: they may be NaN.
         config = config.replace(overlap_step=False, on_nonfinite=None)
-        kind = DeviceEngine if of.has_device_memory else CpuEngine
-        engine = kind(module.train(), optimizers, config, device=_CPU)
+        members = [optimizer for optimizer in optimizers if parameters_of(optimizer)]
+        engine = kind(module.train(), members, config, device=_CPU)
         try:
+            step = self._step or _use_units(engine)
             for _ in range(_NUM_STEPS - 1):
-                self._accumulate(engine, meter)
+                self._accumulate(engine, step, meter)
                 engine.step()
             gc.collect()  # cycles that hold tensors of the construction
             meter.watch(engine.buckets)
+            copies = (lambda name: 1) if few is None else few.num_copies
+            count = BucketCounts(engine, copies, self.num_micro_batches, self.averages)
             if few is not None:
                 few.install(module, meter)
-            engine.recorder.begin(_NUM_STEPS - 1)
-            self._accumulate(engine, meter)
+            windows = Windows(engine.recorder)
+            self._accumulate(engine, step, meter, windows)
             meter.end()
-            recording = engine.recorder.end()
+            with windows.next():
+                engine.step()
         finally:
             engine.close(keep_parameters=False)
-        gathers = Counter(
-            span.name
-            for span in recording.spans
-            if span.kind is Kind.ALL_GATHER and not span.is_wait
-        )
-        # Buckets of one unit may share a name.
-        names = Counter(b.plan.name for b in engine.buckets if b.plan.stage.shards_params)
-        counts = {
-            name: -(-gathers[name] // (count * self._num_micro_batches))
-            for name, count in names.items()
-        }
         if few is None:
-            return meter.peak(Counter(counts)), True
+            return count.counts(windows, meter.peak()), True
         growth, is_linear = few.growth()
-        grads = of.grad_bytes - meter.rest.grads
-        return meter.peak(few.of_all(counts), few.num_missing * growth, grads), is_linear
+        grads = count.held[Tier.DEVICE][State.GRAD] - meter.rest.grads
+        peak = meter.peak(few.num_missing * growth, grads)
+        return count.counts(windows, peak), is_linear
 
-    def _accumulate(self, engine: Engine, meter: _Meter) -> None:
-        """Computes the gradients of one step; they are zeroed where the Trainer does so."""
-        for number in range(self._num_micro_batches):
-            meter.enter(_Part.FIRST_BLOCKS)
-            under = torch.autocast("cpu", self._autocast, enabled=self._autocast is not None)
-            with under, torch.enable_grad(), engine.forward_context():  # it may be `training_step`
-                loss = self._step(engine.module)
-            if number == 0:
-                engine.zero_grad()
-            meter.enter(_Part.BACKWARD)
-            is_last = number == self._num_micro_batches - 1
-            with nullcontext() if is_last else engine.no_sync():
-                engine.backward(loss)
-            del loss
+    def _accumulate(
+        self,
+        engine: Engine,
+        step: Callable[[nn.Module], Tensor],
+        meter: _Meter,
+        windows: Windows | None = None,
+    ) -> None:
+        """Computes the gradients of one step; they are zeroed where the Trainer does so.
+
+        Two micro-batches stand for all: the first, which begins with zeroed gradients, and the
+        last, which is reduced in every stage.
+        """
+        num_micro_batches = min(self.num_micro_batches, 2)
+        for number in range(num_micro_batches):
+            with nullcontext() if windows is None else windows.next():
+                meter.enter(_Part.FIRST_BLOCKS)
+                under = torch.autocast("cpu", self._autocast, enabled=self._autocast is not None)
+                with under, torch.enable_grad(), engine.forward_context():  # `training_step`?
+                    loss = step(engine.module)
+                if number == 0:
+                    engine.zero_grad()
+                meter.enter(_Part.BACKWARD)
+                is_last = number == num_micro_batches - 1
+                with nullcontext() if is_last else engine.no_sync():
+                    engine.backward(loss)
+                del loss
+
+
+def _use_units(engine: Engine) -> Callable[[nn.Module], Tensor]:
+    """Step that uses each unit once. See [Note: Unknown inputs]."""
+    named = parameters_by_name(engine.module)
+    modules = {saved_name(name): part for name, part in engine.module.named_modules()}
+    units = []
+    for unit in engine.plan.units:
+        slots = [slot.name for bucket in unit.buckets for slot in bucket.layout.slots]
+        own = [named[name] for name in slots if named[name].is_floating_point()]
+        units.append((modules[unit.name], own))
+
+    def use(parameters: Sequence[nn.Parameter], total: Tensor) -> Tensor:
+        for parameter in parameters:
+            total = total + parameter.sum()
+        return total
+
+    root, *others = units
+    for part, own in others:
+        part.forward = partial(use, own)
+
+    def step(module: nn.Module) -> Tensor:
+        total = use(root[1], torch.zeros((), requires_grad=True))
+        for part, _ in others:
+            total = part(total)
+        return total
+
+    return step
 
 
 # ---------------------------------------------------------------- bytes in a step
@@ -308,11 +341,10 @@ class _Meter:
         )
         return _Bytes(total, unsharded, sum(b.grads.allocated_bytes for b in self._buckets))
 
-    def peak(self, num_all_gathers: Counter[str], growth: int = 0, grads: int = 0) -> Peak:
+    def peak(self, growth: int = 0, grads: int = 0) -> Peak:
         """Peak of the step, with blocks that have not been run.
 
         Args:
-            num_all_gathers: Number of all-gathers before use, by bucket.
             growth: Bytes of activations of the blocks that have not been run.
             grads: Bytes of their gradients between steps.
         """
@@ -326,7 +358,7 @@ class _Meter:
                 total, own = total - zeroed, own - zeroed
             bucket, freed = max(own, 0), max(-own, 0)
             activations = total - most.unsharded - bucket + freed
-            found.append(Peak(most.unsharded, bucket, activations, freed, num_all_gathers))
+            found.append(Peak(most.unsharded, bucket, activations, freed))
         return max(found, key=lambda peak: peak.total_bytes)
 
 
@@ -443,38 +475,24 @@ class _FewBlocks:
         one, two, three = self._live
         return two - one, two - one == three - two
 
-    def of_all(self, counts: Mapping[str, int]) -> Counter[str]:
-        """Counts of the buckets of all blocks, from those of the blocks that are run."""
-        total, last, found = len(self._blocks.children), self.num_run - 1, Counter[str]()
-        for name, count in counts.items():
-            index = next((i for i in range(self.num_run) if self._is_in(name, i)), None)
-            if index is None:
-                found[name] = count
-                continue
-            rest = name.removeprefix(self._blocks.name(index))
-            copies = range(index, index + 1)
-            if index == last:
-                copies = range(total - 1, total)
-            elif index == last - 1:
-                copies = range(index, total - 1)
-            found.update({f"{self._blocks.name(copy)}{rest}": count for copy in copies})
-        return found
-
-    def _is_in(self, bucket: str, index: int) -> bool:
-        """Whether a bucket belongs to a block."""
-        name = self._blocks.name(index)
-        return bucket.startswith(name) and not bucket[len(name) : len(name) + 1].isalnum()
+    def num_copies(self, parameter: str) -> int:
+        """Number of parameters of all blocks for which one of the blocks that are run stands."""
+        is_in_middle = parameter.startswith(f"{self._blocks.name(self.num_run - 2)}.")
+        return 1 + self.num_missing if is_in_middle else 1
 
 
 def _equal_on_device(config: ZeroConfig, of: RankOfGroup) -> ZeroConfig:
-    """Settings with the same memory on the device. See [Note: A device on the CPU]."""
+    """Settings with the same peak: on the device it is equal if shards are in CPU memory or files.
+
+    On the CPU a file is not equal to memory, but memory is equal to the device.
+    """
 
     def equal(offload: OffloadConfig | None) -> OffloadConfig | None:
         if offload is None or offload.device == "auto":
             return offload
         if of.has_device_memory:
             return OffloadConfig("cpu", ratio=offload.ratio)
-        return None if offload.device == "cpu" else offload  # both tiers are the same memory
+        return None if offload.device == "cpu" else offload
 
     param, optimizer = config.offloads
     return config.replace(offload_param=equal(param), offload_optimizer=equal(optimizer))

@@ -18,26 +18,27 @@ from torch.optim import Optimizer
 from lightning_zero.comm.fake import FakeCommunicator, FakeDeviceCommunicator
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import OffloadConfig
-from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.clone import copy_of, settings_of
 from lightning_zero.optim.probe import ProbeResult, StepKind
 from lightning_zero.record.recorder import Recorder
+from lightning_zero.tiers.memory import make_buffers
 from lightning_zero.tiers.nvme import NvmeFile, NvmeStore, Transfer
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["CpuEngine", "DeviceEngine", "copies_on_cpu"]
+__all__ = ["copies_on_cpu", "planned_engine"]
 
 _CPU = torch.device("cpu")
+_BUFFER_BYTES = 2**30  # a step in fewer chunks moves the same bytes; the memory is not written
 
 
 def copies_on_cpu(
-    module: nn.Module, optimizers: Sequence[Optimizer], full_optimizers: Collection[int]
+    module: nn.Module, optimizers: Sequence[Optimizer]
 ) -> tuple[nn.Module, list[Optimizer]]:
-    """Copies a module, on the CPU; plain SGD takes the place of each optimizer.
+    """Copies a module, on the CPU, and optimizers, for the parameters of the copy.
 
     Args:
         module: The module.
         optimizers: Optimizers, also of parameters that are not in the module.
-        full_optimizers: Indices of those that step full tensors.
     """
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
@@ -47,16 +48,16 @@ def copies_on_cpu(
     for buffer in module.buffers():
         memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=_CPU)
     copied: list[Optimizer] = []
-    for index, optimizer in enumerate(optimizers):
-        parameters = [memo[id(p)] for p in parameters_of(optimizer) if id(p) in memo]
-        if parameters:
-            kind = _FullSGD if index in full_optimizers else torch.optim.SGD
-            copied.append(kind(parameters, lr=0.1))
+    for optimizer in optimizers:
+        groups = [
+            {
+                **settings_of(group),
+                "params": [memo[id(p)] for p in group["params"] if id(p) in memo],
+            }
+            for group in optimizer.param_groups
+        ]
+        copied.append(copy_of(optimizer, groups))
     return copy.deepcopy(module, memo), copied
-
-
-class _FullSGD(torch.optim.SGD):
-    """Plain SGD in the place of an optimizer that steps full tensors."""
 
 
 class _NoFile(NvmeFile):
@@ -97,6 +98,15 @@ class _CpuStorage(Storage):
     def check_free_space(self, param_bytes: int, optim_bytes: int, *, num_ranks: int) -> None:
         pass
 
+    @property
+    def step_buffer_bytes(self) -> int:
+        return max(super().step_buffer_bytes, _BUFFER_BYTES)
+
+    def _buffers(self, config: OffloadConfig) -> list[Tensor]:
+        self.buffer_bytes += config.total_buffer_bytes
+        size = max(config.buffer_size_bytes, _BUFFER_BYTES)
+        return make_buffers(config.buffer_count, size, pin=False)
+
     def _store(self, config: OffloadConfig) -> NvmeStore:
         return self._stores.setdefault(config.folder, _NoFiles(self.recorder))
 
@@ -109,21 +119,19 @@ class _DeviceStorage(_CpuStorage):
         self.has_device_memory = True
 
 
-def _known_kind(optimizer: Optimizer, **_: Any) -> ProbeResult:
-    return ProbeResult(StepKind.AT_ONCE, is_elementwise=not isinstance(optimizer, _FullSGD))
+def planned_engine(full: Collection[Optimizer], *, has_device_memory: bool) -> type[Engine]:
+    """Class of the engine of a module that computes on the CPU, or on a device with memory.
 
+    `full`: optimizers that step full tensors.
+    """
+    stepped_full = set(map(id, full))
 
-class CpuEngine(Engine):
-    """Engine of a module that computes on the CPU."""
+    def known(optimizer: Optimizer, **_: Any) -> ProbeResult:
+        return ProbeResult(StepKind.BY_BUCKET, is_elementwise=id(optimizer) not in stepped_full)
 
-    _communicator_class = FakeCommunicator
-    _storage_class = _CpuStorage
-    _check_and_probe = staticmethod(_known_kind)
+    class Planned(Engine):
+        _communicator_class = FakeDeviceCommunicator if has_device_memory else FakeCommunicator
+        _storage_class = _DeviceStorage if has_device_memory else _CpuStorage
+        _check_and_probe = staticmethod(known)
 
-
-class DeviceEngine(Engine):
-    """Engine of a module that computes on a device with memory of its own."""
-
-    _communicator_class = FakeDeviceCommunicator
-    _storage_class = _DeviceStorage
-    _check_and_probe = staticmethod(_known_kind)
+    return Planned

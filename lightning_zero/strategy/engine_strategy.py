@@ -59,7 +59,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.plan import check_has_parameters
 from lightning_zero.layout.stage import State
-from lightning_zero.strategy.announce import announce, states_with_ddp
+from lightning_zero.strategy.announce import announce
 from lightning_zero.strategy.averages import Averages
 from lightning_zero.strategy.loops import LockstepLoops, replace_empty_loader, with_status
 from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
@@ -303,7 +303,6 @@ class EngineStrategy(ProcessStrategy):
         config = self._settings.decide(trainer, optimizers, hardware, precision, gather)
         if is_fitting:
             _refuse_callbacks(trainer.callbacks, config)  # type: ignore[attr-defined]
-        with_ddp = states_with_ddp(trainer.lightning_module, optimizers)
         self._engine = Engine(
             trainer.lightning_module,
             optimizers,
@@ -313,7 +312,7 @@ class EngineStrategy(ProcessStrategy):
             watchdog=self._watched_by,
             broadcasts_every_forward=False,
         )
-        announce(self._engine, with_ddp, num_micro_batches=trainer.accumulate_grad_batches)
+        announce(self._engine, num_micro_batches=trainer.accumulate_grad_batches)
         self.optimizers = self.optimizers  # see the setter
         clear_dropped(trainer.lightning_module)
         load_masters(self._engine, self._masters_to_load)

@@ -1,6 +1,6 @@
 """The engine's settings, the choice of `stage="auto"`, and the memory check before a run.
 
-The planner's numbers are compared with this machine's memory.
+The bytes of model states are compared with this machine's memory.
 
 [Note: Same choice on all ranks] Ranks gather their memory and use the least of any rank, so that
 all make the same choice, and all of them raise or none does.
@@ -13,9 +13,10 @@ does not show, nor the memory of CUDA and NCCL, which depends on the links betwe
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,24 @@ from torch.optim import Optimizer
 
 from lightning_zero._lightning.pytorch import Trainer, TrainerFn
 from lightning_zero.engine.consistency import describe_config
+from lightning_zero.engine.expected import MemoryByRank, expected_bytes
 from lightning_zero.health.together import Gather, failing_together
 from lightning_zero.health.world import known_backends
 from lightning_zero.layout.config import NEEDS, ZeroConfig
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import OffloadConfig, Tier
+from lightning_zero.layout.plan import BucketPlan, Plan
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.probe import find_full_optimizers
-from lightning_zero.planner import Choice, Estimate, Job, Machine, all_choices, cheapest, estimate
-from lightning_zero.planner.optimizers import StateSpec
+from lightning_zero.optim.state_sizes import StateSpec
+from lightning_zero.planner.choices import (
+    AUTO_STAGES,
+    Choice,
+    all_choices,
+    as_arguments,
+    auto_base,
+    plan_of,
+)
 from lightning_zero.strategy.precision import ZeroPrecision
 from lightning_zero.tiers.disk import free_bytes
 from lightning_zero.tiers.memory import available_memory_bytes
@@ -43,8 +54,6 @@ __all__ = [
     "Hardware",
     "AvailableMemory",
     "Settings",
-    "as_arguments",
-    "auto_base",
     "check_backend",
     "choose",
     "check_memory_fits",
@@ -52,7 +61,8 @@ __all__ = [
 ]
 
 _AUTO = "auto"
-_STAGES = (1, 2, 3)  # 0 is the baseline
+# Offloads by name; those of `all_choices`, fastest first.
+_BY_SPEED = ("none", "cpu_optimizer", "cpu", "nvme_optimizer", "nvme", "nvme with gradients")
 _SHARE = 0.7  # of the free memory; the rest is for activations, which are not known in advance
 _GIB = 1024**3
 # Adam's states, for an optimizer whose states a probe does not show.
@@ -221,18 +231,6 @@ def check_backend(value: object) -> None:
             )
 
 
-def auto_base(settings: Mapping[str, Any]) -> ZeroConfig:
-    """Checks settings given with `stage="auto"`: there must be a stage that has all of them."""
-    failure: ValueError | None = None
-    for stage in reversed(_STAGES):
-        try:
-            return ZeroConfig(stage=stage, **settings)
-        except ValueError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
 def _measure_memory(hardware: Hardware, base: ZeroConfig, gather: Gather) -> AvailableMemory:
     """Measures the least memory of any rank. Collective. See [Note: Same choice on all ranks]."""
     host_free, host_total = available_memory_bytes(), _physical_bytes()
@@ -276,6 +274,115 @@ def _existing(path: Path) -> Path:
 # -------------------------------------------------------------------- the choice
 
 
+@dataclass(frozen=True)
+class _Option:
+    """A choice with the bytes of its model states, computed from the plan of its engine.
+
+    The planner's runs of the engine need a copy of the module, and no process group.
+
+    Attributes:
+        choice: Stage and offload.
+        ranks: Model states at a step, on every rank.
+        used_bytes: Upper bound of unsharded parameters and gradients on the device in a step.
+        hardware: Hardware of the run.
+    """
+
+    choice: Choice
+    ranks: MemoryByRank
+    used_bytes: int
+    hardware: Hardware
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on one device; on the CPU, of all memory of one rank."""
+        nbytes = self.ranks.most_bytes(Tier.DEVICE) + self.used_bytes
+        if self.hardware.has_device_memory:
+            return nbytes
+        return nbytes + self.ranks.most_bytes(Tier.CPU) + self._buffer_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in the CPU memory of a machine."""
+        per_node = self.hardware.ranks_per_node
+        return self.ranks.node_bytes(Tier.CPU, per_node) + per_node * self._buffer_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of files of a machine."""
+        return self.ranks.node_bytes(Tier.NVME, self.hardware.ranks_per_node)
+
+    @property
+    def _buffer_bytes(self) -> int:
+        offloads = [o for o in self.choice.config.offloads if o is not None and o.device != "cpu"]
+        return sum(offload.total_buffer_bytes for offload in offloads)
+
+    def lacks(self, memory: AvailableMemory, *, has_folder: bool) -> dict[str, int]:
+        """Missing bytes by name of the memory that is too small for states and activations."""
+        limits = [("device memory", self.device_bytes, int(_SHARE * memory.device_free))]
+        if self.hardware.has_device_memory:
+            limits.append(("host memory", self.host_bytes, int(_SHARE * memory.host_free)))
+        if memory.disk_free or not has_folder:
+            limits.append(("disk", self.disk_bytes, memory.disk_free))
+        return {name: needed - limit for name, needed, limit in limits if needed > limit}
+
+
+def _option(
+    choice: Choice,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    hardware: Hardware,
+    *,
+    full_optimizers: Collection[int],
+    fallback: StateSpec,
+    accumulates: bool = False,
+) -> _Option:
+    config = choice.config
+    size = config.group_size(local_world_size=hardware.ranks_per_node) or hardware.num_ranks
+    plan = plan_of(config, module, optimizers, size, full_optimizers)
+    ranks = expected_bytes(
+        plan,
+        parameters_by_name(module),
+        optimizers,
+        has_device_memory=hardware.has_device_memory,
+        accumulates=accumulates,
+        fallback=fallback,
+    )
+    return _Option(choice, ranks, _used_bytes(plan, config), hardware)
+
+
+def _used_bytes(plan: Plan, config: ZeroConfig) -> int:
+    """Upper bound of the bytes that are unsharded at once.
+
+    Parameters of the root and the two largest units, or of all units if these stay unsharded, and
+    gradients of the two largest buckets.
+    """
+
+    def nbytes(buckets: Iterable[BucketPlan]) -> int:
+        return sum(bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets)
+
+    root, *units = (
+        nbytes(bucket for bucket in unit.buckets if bucket.stage.shards_params)
+        for unit in plan.units
+    )
+    grads = (
+        nbytes([bucket])
+        for bucket in plan.buckets
+        if bucket.is_trainable and bucket.stage.has_shard(State.GRAD)
+    )
+    count = 2 if config.reshard_after_forward is not False else len(units)
+    return root + sum(sorted(units, reverse=True)[:count]) + sum(sorted(grads)[-2:])
+
+
+def _slowness(option: _Option, *, accumulates: bool) -> tuple[int, bool, bool]:
+    """Sort key: less of a step waits for CPU memory and files first, then fewer bytes are sent.
+
+    Stages 1 and 2 send the same in one micro-batch, and stage 2 needs less memory.
+    """
+    states = option.choice.config.states
+    offload = _BY_SPEED.index(option.choice.offload) if option.choice.offload in _BY_SPEED else 0
+    return offload, states.shards_params, states.reduces_every_backward is accumulates
+
+
 def choose(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -284,37 +391,48 @@ def choose(
     hardware: Hardware,
     num_micro_batches: int = 1,
 ) -> AutoChoice:
-    """Chooses the cheapest stage and offload that fit. Local; the same where `memory` is.
+    """Chooses the fastest stage and offload that fit. Local; the same where `memory` is.
 
     If `base` has offloads, these are kept and only the stage is chosen.
     """
-    machine = Machine(
-        hardware.num_ranks,
-        hardware.ranks_per_node,
-        device_bytes=int(_SHARE * memory.device_free),
-        host_bytes=int(_SHARE * memory.host_free) if hardware.has_device_memory else None,
-        disk_bytes=memory.disk_free or (None if any(base.offloads) else 0),
-        has_device_memory=hardware.has_device_memory,
-    )
     full_optimizers = find_full_optimizers(optimizers, base)
-    job = Job(
-        module,
-        optimizers,
-        None,
-        num_micro_batches,
-        full_optimizers=full_optimizers,
-        fallback=_TWO_MOMENTS,
-    )
-    estimates = [
-        estimate(choice, job, machine) for choice in _candidates(base, hardware.has_device_memory)
+    accumulates = num_micro_batches > 1
+    options = [
+        _option(
+            choice,
+            module,
+            optimizers,
+            hardware,
+            full_optimizers=full_optimizers,
+            fallback=_TWO_MOMENTS,
+            accumulates=accumulates,
+        )
+        for choice in _candidates(base, hardware.has_device_memory)
     ]
-    fitting = cheapest(estimates)
-    best = fitting[0] if fitting else min(estimates, key=lambda e: e.device_bytes)
-    return AutoChoice(best.choice.config, _reason(best, estimates, memory, hardware.num_ranks))
+    options.sort(key=partial(_slowness, accumulates=accumulates))
+    lacking = [option.lacks(memory, has_folder=any(base.offloads)) for option in options]
+    chosen = next((index for index, lacks in enumerate(lacking) if not lacks), None)
+    faster = options[:chosen] if chosen is not None else []
+    best = options[chosen] if chosen is not None else min(options, key=lambda o: o.device_bytes)
+    offload = best.choice.offload.replace("none", "without offload")
+    text = (
+        f"stage {best.choice.config.stage}, {offload}: {_gib(best.device_bytes)} of the "
+        f"{_gib(memory.device_free)} that are free on each of {hardware.num_ranks} devices, before "
+        "activations"
+    )
+    if chosen is None:
+        text += "; no choice leaves memory for activations, and this one takes the least"
+    elif faster:
+        index = min(range(chosen), key=lambda i: faster[i].device_bytes)
+        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in lacking[index].items())
+        text += f"; {faster[index].choice.name} would be faster but lacks {missing}"
+    else:
+        text += "; nothing that fits sends fewer bytes"
+    return AutoChoice(best.choice.config, text)
 
 
 def _candidates(base: ZeroConfig, has_device_memory: bool) -> list[Choice]:
-    found = all_choices(base, stages=_STAGES)
+    found = all_choices(base, stages=AUTO_STAGES)
     if not any(base.offloads):
         # On the CPU both tiers are the same memory.
         return [c for c in found if has_device_memory or not c.offload.startswith("cpu")]
@@ -325,25 +443,6 @@ def _candidates(base: ZeroConfig, has_device_memory: bool) -> list[Choice]:
         for c in found
         if c.offload == "none" and all(NEEDS[name].is_met_by(c.config.states) for name in kept)
     ]
-
-
-def _reason(
-    best: Estimate, estimates: Sequence[Estimate], memory: AvailableMemory, num_ranks: int
-) -> str:
-    offload = best.choice.offload.replace("none", "without offload")
-    text = (
-        f"stage {best.choice.config.stage}, {offload}: {_gib(best.device_bytes)} of the "
-        f"{_gib(memory.device_free)} that are free on each of {num_ranks} devices, before "
-        "activations"
-    )
-    if not best.fits:
-        return f"{text}; no choice leaves memory for activations, and this one takes the least"
-    rivals = [e for e in estimates if not e.fits and e.cost < best.cost]
-    if rivals:
-        rival = min(rivals, key=lambda e: e.device_bytes)
-        missing = ", ".join(f"{_gib(n)} of {name}" for name, n in rival.missing_bytes.items())
-        return f"{text}; {rival.choice.name} would be faster but lacks {missing}"
-    return f"{text}; nothing that fits sends fewer bytes"
 
 
 def _gib(nbytes: int) -> str:
@@ -375,42 +474,48 @@ def check_memory_fits(
 ) -> None:
     """Raises a ValueError if model states alone exceed the memory. See [Note: Memory check].
 
-    The error lists the three cheapest changes that fit.
+    The error lists the three fastest changes that fit.
     """
     if any(offload is not None and offload.device == _AUTO for offload in config.offloads):
         return  # offload "auto" adapts to the memory
-    machine = Machine(
-        hardware.num_ranks, hardware.ranks_per_node, has_device_memory=hardware.has_device_memory
-    )
 
-    def needs(full_optimizers: Collection[int]) -> tuple[Job, str]:
-        job = Job(module, optimizers, full_optimizers=full_optimizers, fallback=StateSpec())
-        return job, _missing(estimate(Choice("", "", config), job, machine), memory)
+    def option(choice: Choice, full_optimizers: Collection[int]) -> _Option:
+        return _option(
+            choice,
+            module,
+            optimizers,
+            hardware,
+            full_optimizers=full_optimizers,
+            fallback=StateSpec(),
+        )
 
+    given = Choice("", "", config)
     # Optimizers are probed, which takes time, only if the answer may depend on it.
-    if not any(needs(full)[1] for full in (range(len(optimizers)), ())):
+    every = range(len(optimizers))
+    if not any(_missing(option(given, full), memory) for full in (every, ())):
         return
-    job, missing = needs(find_full_optimizers(optimizers, config))
+    full = find_full_optimizers(optimizers, config)
+    missing = _missing(option(given, full), memory)
     if not missing:
         return
-    changes = [estimate(c, job, machine) for c in all_choices(config, stages=_STAGES)]
-    possible = sorted((e for e in changes if not _missing(e, memory)), key=lambda e: e.cost)
+    changes = [option(choice, full) for choice in all_choices(config, stages=AUTO_STAGES)]
     # Files are suggested only if a folder is set and has enough free space.
-    possible = [e for e in possible if e.disk_bytes <= memory.disk_free]
-    lines = [f"\n    {as_arguments(e.choice.config)}: {_needs(e)}" for e in possible[:3]]
+    possible = [o for o in changes if not _missing(o, memory) and o.disk_bytes <= memory.disk_free]
+    possible.sort(key=partial(_slowness, accumulates=False))
+    lines = [f"\n    {as_arguments(o.choice.config)}: {_needs(o)}" for o in possible[:3]]
     advice = "".join(lines) or "\n    more ranks, or a smaller model"
     raise ValueError(
         f"model states do not fit: {missing}. Changes that would fit, fastest first:{advice}"
     )
 
 
-def _missing(found: Estimate, memory: AvailableMemory) -> str:
+def _missing(option: _Option, memory: AvailableMemory) -> str:
     """Describes the memory that is too small for states alone; empty if they may fit."""
-    per_node = found.machine.ranks_per_node
-    device = found.rank_memory.tier_bytes(Tier.DEVICE)
-    host = found.ranks.node_bytes(Tier.CPU, per_node)
-    if not found.machine.has_device_memory:
-        device, host = 0, host + found.ranks.node_bytes(Tier.DEVICE, per_node)
+    per_node = option.hardware.ranks_per_node
+    device = option.ranks.most_bytes(Tier.DEVICE)
+    host = option.ranks.node_bytes(Tier.CPU, per_node)
+    if not option.hardware.has_device_memory:
+        device, host = 0, host + option.ranks.node_bytes(Tier.DEVICE, per_node)
     if device > memory.device_total:
         return f"{_gib(device)} on each device, which has {_gib(memory.device_total)}"
     if host > memory.host_total:
@@ -419,28 +524,10 @@ def _missing(found: Estimate, memory: AvailableMemory) -> str:
     return ""  # disks are checked when files are created, after files of dead jobs are deleted
 
 
-def _needs(found: Estimate) -> str:
+def _needs(option: _Option) -> str:
     parts = {
-        "on each device": found.rank_memory.tier_bytes(Tier.DEVICE),
-        "of CPU memory for each rank": found.rank_memory.tier_bytes(Tier.CPU),
-        "of files for each rank": found.rank_memory.tier_bytes(Tier.NVME),
+        "on each device": option.ranks.most_bytes(Tier.DEVICE),
+        "of CPU memory for each rank": option.ranks.most_bytes(Tier.CPU),
+        "of files for each rank": option.ranks.most_bytes(Tier.NVME),
     }
     return ", ".join(f"{_gib(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
-
-
-def as_arguments(config: ZeroConfig) -> str:
-    """Text of the call of `ZeroStrategy` that makes `config`."""
-    arguments = [f"stage={config.stage}"]
-    for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(config, name)
-        if offload is not None and offload.max_in_cpu_bytes is not None:
-            arguments.append(f'{name}=OffloadConfig("nvme", max_in_cpu_bytes=0)')
-        elif offload is not None:
-            arguments.append(f"{name}={offload.device!r}")
-    checkpointed = config.checkpointed_modules
-    if checkpointed is True:
-        arguments.append("activation_checkpointing=True")
-    elif checkpointed:
-        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in checkpointed)
-        arguments.append(f"activation_checkpointing=[{', '.join(kinds)}]")
-    return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')

@@ -16,7 +16,7 @@ import argparse
 import gc
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 
@@ -27,14 +27,7 @@ from torch import Tensor, nn
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.layout.offload import Tier
-from lightning_zero.planner import (
-    Choice,
-    EngineRuns,
-    Job,
-    Machine,
-    estimate,
-    make_memory_estimator,
-)
+from lightning_zero.planner import Choice, EngineRuns, Machine, estimate
 from tests.benchmarks.live_peak import peak_of_last_step
 from tests.support.storage import live_storage_bytes
 
@@ -112,18 +105,12 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
 
 def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     """Bytes between steps and at the peak, of a device with NCCL, without NCCL's own memory."""
-    has_device_memory = case.device != "cpu"
     choice = Choice("", "", ZeroConfig(stage=case.stage))
-    job = Job(module, [torch.optim.AdamW(module.parameters())])
-    per_node = min(case.num_ranks, 8)
-    machine = Machine(case.num_ranks, per_node, has_device_memory=has_device_memory)
-    estimator = make_memory_estimator(choice, job, machine)
+    runs = EngineRuns(module, [torch.optim.AdamW(module.parameters())], step)
     # The fake process group has the collectives of a device, on the CPU, too.
-    job = replace(job, runs=EngineRuns(module, job.optimizers, step))
-    most = estimate(choice, job, Machine(case.num_ranks, per_node)).peak
-    memory = estimator.rank_memory()
-    states = sum(memory.tier_bytes(tier) for tier in Tier)
-    return states, states + memory.module_buffer_bytes + most.total_bytes
+    found = estimate(choice, runs, Machine(case.num_ranks, min(case.num_ranks, 8)))
+    states = sum(map(found.ranks.most_bytes, Tier))
+    return states, states + found.module_buffer_bytes + found.counts.peak.total_bytes
 
 
 def _form_group(case: Case) -> None:

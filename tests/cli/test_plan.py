@@ -455,6 +455,22 @@ def test_a_plot_without_matplotlib_is_an_error_that_names_the_package(capsys, mo
     assert 'pip install "lightning-zero[plot]"' in capsys.readouterr().err
 
 
+def test_the_first_line_comes_before_torch_and_the_heading_before_the_estimates(
+    capsys, monkeypatch
+):
+    def stop(*arguments):
+        raise ValueError("no estimate")
+
+    monkeypatch.setattr("lightning_zero.cli.plan._rows", stop)
+    assert main(["plan", *SMALL]) == 2
+    seen = capsys.readouterr()
+    assert seen.out.splitlines()[0].startswith("tiny, batch 1 x 32 tokens")
+    assert seen.err.splitlines() == [
+        "lightning-zero plan: loading torch and building the model",
+        "lightning-zero plan: error: no estimate",
+    ]
+
+
 def test_no_device_is_touched_and_no_process_group_is_left(small):
     assert len(small["choices"]) == 13
     assert not torch.distributed.is_initialized()

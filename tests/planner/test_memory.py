@@ -1,6 +1,5 @@
 """The planner counts the same bytes as an engine, on every rank."""
 
-import dataclasses
 from functools import partial
 from pathlib import Path
 
@@ -8,19 +7,15 @@ import pytest
 import torch
 
 from lightning_zero import ZeroConfig
+from lightning_zero.engine.expected import expected_bytes
 from lightning_zero.engine.shadow import Shadow
+from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Tier
 from lightning_zero.optim.probe import find_full_optimizers
-from lightning_zero.planner import (
-    Choice,
-    EngineRuns,
-    Job,
-    Machine,
-    estimate,
-    make_memory_estimator,
-    make_optimizers,
-)
-from lightning_zero.planner.optimizers import OptimizerStates
+from lightning_zero.optim.state_sizes import OptimizerStates
+from lightning_zero.planner import Choice, EngineRuns, Machine, estimate, make_optimizers
+from lightning_zero.planner.choices import plan_of
+from lightning_zero.planner.engine_run import RankOfGroup
 from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 from tests.support.ranks import run_ranks
 
@@ -31,19 +26,25 @@ PRECISIONS = {
 }
 
 
-def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1):
-    """The arguments of `estimate`."""
+def planned(name, config, optimizer="adamw", world_size=2, num_micro_batches=1, averages=()):
+    """Runs of the engine, and its machine."""
     with torch.device("meta"):
         module = MODELS[name].build()
-    # A fused optimizer refuses meta tensors; its states are those of the unfused one.
-    optimizers = OPTIMIZERS[optimizer.removeprefix("fused ")](module)
-    job = Job(
+    optimizers = OPTIMIZERS[optimizer](module)
+    runs = EngineRuns(
         module,
         optimizers,
+        partial(loss_of, batch=MODELS[name].batch()),
         num_micro_batches=num_micro_batches,
+        autocast=torch.bfloat16 if config.param_dtype is not None else None,
         full_optimizers=find_full_optimizers(optimizers, config),
+        averages=averages,
     )
-    return Choice("", "", config), job, Machine(world_size, world_size, has_device_memory=False)
+    return runs, Machine(world_size, world_size, has_device_memory=False)
+
+
+def by_name(tiers):
+    return {tier.value: dict(states) for tier, states in tiers.items()}
 
 
 def _count(rank, world_size, cases, num_micro_batches):
@@ -59,7 +60,7 @@ def _count(rank, world_size, cases, num_micro_batches):
 
 
 def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
-    """Compares planner and engine on every rank.
+    """Compares what the planner's run counts, and what is computed before a run, with an engine.
 
     Args:
         cases: Model and config, and optionally the optimizer.
@@ -70,16 +71,42 @@ def check(cases, world_size, *, optimizer="fused adamw", num_micro_batches=1):
     cases = [(*case, optimizer)[:3] for case in cases]
     counted = run_ranks(world_size, _count, cases, num_micro_batches, timeout_s=900)
     for case, of_ranks in zip(cases, zip(*counted, strict=True), strict=True):
-        arguments = planned(*case, world_size, num_micro_batches)
-        estimator = make_memory_estimator(*arguments)
-        for rank, count in enumerate(of_ranks):
-            own = estimator.rank_memory(rank)
-            tiers = {tier.value: dict(states) for tier, states in own.tiers.items()}
-            assert (tiers, own.nvme_buffer_bytes) == count, (case, rank)
-        ranks = estimate(*arguments).ranks
+        name, config, optimizer = case
+        # A fused optimizer refuses meta tensors; its states are those of the unfused one.
+        name_of_unfused = optimizer.removeprefix("fused ")
+        runs, machine = planned(name, config, name_of_unfused, world_size, num_micro_batches)
+        full, optimizers = runs.full_optimizers, runs.optimizers
+        plan = plan_of(config, runs.module, optimizers, world_size, full)
+        accumulates = num_micro_batches > 1
+        for rank, (tiers, buffer_bytes) in enumerate(of_ranks):
+            run = runs.count(config, RankOfGroup(rank, world_size, False))
+            assert (by_name(run.held), run.nvme_buffer_bytes) == (tiers, buffer_bytes), (case, rank)
+        named = parameters_by_name(runs.module)
+        expected = expected_bytes(
+            plan, named, optimizers, has_device_memory=False, accumulates=accumulates
+        )
+        for rank, tiers in enumerate(expected.by_rank):
+            assert by_name(tiers) == of_ranks[rank][0], (case, rank)
+        ranks = estimate(Choice("", "", config), runs, machine).ranks
         for tier in Tier if len(ranks.by_rank) > 1 else ():
             sums = [sum(tiers.get(tier.value, {}).values()) for tiers, _ in of_ranks]
             assert ranks.min_max_bytes(tier) == (min(sums), max(sums)), case
+
+
+def cells():
+    """Twelve cells: each model in two of the stages and offloads."""
+    everything = choices()
+    return [
+        (name, everything[(5 * number + 8 * second) % len(everything)])
+        for number, name in enumerate(MODELS)
+        for second in range(2)
+    ]
+
+
+@pytest.mark.default_cases("2")
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_twelve_cells_are_counted_to_the_byte(world_size):
+    check(cells(), world_size)
 
 
 @pytest.mark.slow
@@ -147,9 +174,10 @@ def test_the_node_with_most_bytes_is_counted_where_ranks_differ():
         module = MODELS["gpt"].build()
     optimizers = OPTIMIZERS["lamb"](module)
     config = ZeroConfig(stage=2, sharding_group_size=3, offload_optimizer="cpu")
-    job = Job(module, optimizers, full_optimizers=[0])
-    found = estimate(Choice("", "", config), job, Machine(6, 2))
-    sums = [memory.tier_bytes(Tier.CPU) for memory in found.ranks.by_rank]
+    step = partial(loss_of, batch=MODELS["gpt"].batch())
+    runs = EngineRuns(module, optimizers, step, full_optimizers=[0])
+    found = estimate(Choice("", "", config), runs, Machine(6, 2))
+    sums = [sum(tiers[Tier.CPU].values()) for tiers in found.ranks.by_rank]
     assert len(set(sums)) == 3
     assert found.ranks.node_bytes(Tier.CPU, 2) == sum(sorted(sums)[1:])
     assert found.host_bytes >= sum(sorted(sums)[1:])
@@ -191,14 +219,11 @@ def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
         for (name, config), (tiers, nbytes, added, data_parallel) in zip(
             cases, counted, strict=True
         ):
-            choice, job, machine = planned(name, config)
-            job = dataclasses.replace(job, averages=[Tier.DEVICE, Tier.CPU])
-            memory = make_memory_estimator(choice, job, machine).rank_memory(rank)
-            assert {t.value: dict(s) for t, s in memory.tiers.items()} == tiers, (name, config)
-            assert memory.average_bytes == nbytes == added
-            assert data_parallel == 2 * 4 * sum(
-                parameter.numel() for parameter in job.module.parameters()
-            )
+            runs, _ = planned(name, config, averages=[Tier.DEVICE, Tier.CPU])
+            counts = runs.count(config, RankOfGroup(rank, 2, False))
+            assert by_name(counts.with_averages(counts.held)) == tiers, (name, config)
+            assert sum(counts.averages.values()) == nbytes == added
+            assert data_parallel == 2 * 4 * sum(p.numel() for p in runs.module.parameters())
 
 
 def _count_files(rank, world_size, cases):
@@ -225,15 +250,9 @@ def test_the_bytes_of_files_in_a_step_are_those_that_the_engine_reads_and_writes
     assert [config.offload_param is not None for _, config in cases] == [False, True, False]
     counted = run_ranks(2, _count_files, cases, timeout_s=120)[0]
     for (name, config), found in zip(cases, counted, strict=True):
-        with torch.device("meta"):
-            module = MODELS[name].build()
-        optimizers = [torch.optim.AdamW(module.parameters())]
-        runs = EngineRuns(module, optimizers, partial(loss_of, batch=MODELS[name].batch()))
-        job = Job(module, optimizers, runs)
-        traffic = estimate(
-            Choice("", "", config), job, Machine(2, 2, has_device_memory=False)
-        ).traffic
-        assert (traffic.nvme_read, traffic.nvme_written) == found, (name, config)
+        runs, _ = planned(name, config)
+        counts = runs.count(config, RankOfGroup(0, 2, False))
+        assert (counts.read, counts.written) == found, (name, config)
 
 
 def test_unknown_optimizers_are_refused_with_a_list_of_known_ones():

@@ -6,7 +6,6 @@ Both are counted by the same meter. On the ranks every operator runs, and tensor
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.planner import Choice, EngineRuns, Job, Machine, estimate
+from lightning_zero.planner import Choice, EngineRuns, Machine, estimate
 from lightning_zero.planner.engine_run import _Meter
 from lightning_zero.planner.shapes_only import ShapesOnly
 from lightning_zero.record.spans import Kind
@@ -63,23 +62,23 @@ class Trained(EngineRuns):
         """Bytes beyond those between steps at the peak of the third step, and bytes sent in it."""
         meter = _Meter()
         with CountsOnly({}, meter.look):
-            module = self._module()
+            module = self.module()
             trained = [p for p in module.parameters() if p.requires_grad]
             engine = Engine(module, torch.optim.AdamW(trained), config)
             for _ in range(2):
-                self._accumulate(engine, meter)
+                self._accumulate(engine, self._step, meter)
                 engine.step()
             gc.collect()
             meter.watch(engine.buckets)
             engine.recorder.begin(2)
-            self._accumulate(engine, meter)
+            self._accumulate(engine, self._step, meter)
             meter.end()
             engine.step()
             recording = engine.recorder.end()
             engine.close()
         kinds = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
         sent = [s for s in recording.spans if s.kind in kinds and not s.is_wait and s.start_s >= 0]
-        return meter.peak(Counter()).total_bytes, sum(span.nbytes for span in sent)
+        return meter.peak().total_bytes, sum(span.nbytes for span in sent)
 
 
 def _train(rank, world_size, cases):
@@ -108,9 +107,8 @@ def planned(name, stage, offload, settings, num_micro_batches, world_size):
         num_micro_batches=num_micro_batches,
         autocast=torch.bfloat16 if settings else None,
     )
-    job = Job(module, optimizers, runs, num_micro_batches)
     machine = Machine(world_size, world_size, has_device_memory=False)
-    return estimate(Choice("", "", config_of(stage, offload, settings)), job, machine)
+    return estimate(Choice("", "", config_of(stage, offload, settings)), runs, machine)
 
 
 def check(cases, world_size):
@@ -118,7 +116,7 @@ def check(cases, world_size):
     counted = run_ranks(world_size, _train, cases, timeout_s=900)[0]
     for case, (peak, sent) in zip(cases, counted, strict=True):
         found = planned(*case, world_size)
-        assert (found.peak.total_bytes, found.traffic.wire) == (peak, sent), case
+        assert (found.counts.peak.total_bytes, found.sent_bytes) == (peak, sent), case
 
 
 def test_the_peak_of_a_step_is_that_of_training():

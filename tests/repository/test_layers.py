@@ -253,6 +253,7 @@ launch.children sys.excepthook
 optim.clone copy.state
 optim.state_view optimizer.state
 optim.step self.optimizer.state
+planner.engine_run part.forward
 strategy.checkpointing launcher.procs
 tensors.sharded ctx.error
 strategy.checkpointing self._checkpoint_io.checkpoint_io

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_zero import ZeroConfig
-from lightning_zero.planner import EngineRuns, Job, Machine, estimate
-from lightning_zero.planner.estimates import Choice
+from lightning_zero.planner import Choice, EngineRuns, Machine, estimate
 from tests.streams.checker import Checker
 from tests.streams.scenarios import Scenario
 from tests.streams.training import Net, loss_of
@@ -49,11 +48,10 @@ def test_the_bytes_of_copies_in_a_step_are_those_that_the_engine_copies(
     micro_batches = 1 + ("accumulate" in options)
     runs = EngineRuns(module, optimizers, step, num_micro_batches=micro_batches)
     config = ZeroConfig(**settings, param_dtype=torch.bfloat16 if precision == "bf16" else None)
-    job = Job(module, optimizers, runs, num_micro_batches=micro_batches)
     machine = Machine(8, 8, has_device_memory=True)
-    traffic = estimate(Choice("", "", config), job, machine).traffic
+    counts = estimate(Choice("", "", config), runs, machine).counts
     stepped_numel = outcome.copied.pop("stepped")
-    assert outcome.copied == {"to_cpu": traffic.to_cpu, "to_device": traffic.from_cpu}
+    assert outcome.copied == {"to_cpu": counts.to_cpu, "to_device": counts.from_cpu}
     # float32: the gradient is read; main parameter and two states of Adam are read and written.
-    assert traffic.cpu_step == (1 + 2 * 3) * 4 * stepped_numel
+    assert counts.cpu_step == (1 + 2 * 3) * 4 * stepped_numel
     assert bool(stepped_numel) == ("offload_optimizer" in settings)

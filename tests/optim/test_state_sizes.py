@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from lightning_zero.planner.optimizers import OptimizerStates
+from lightning_zero.optim.state_sizes import OptimizerStates
 
 
 def test_adafactor_states_of_a_matrix_are_not_those_of_a_vector():
