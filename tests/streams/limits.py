@@ -32,7 +32,7 @@ _WORKER = "_stream of step_worker.py"
 LEAST_BESIDE = {
     "stage 0, device, bf16, clip": {_REDUCE: 0.75},
     "stage 1, device, fp32, overlap": {_REDUCE: 0.7},
-    "stage 3, device, fp32, two groups": {_COPY: 0.28, _GATHER: 0.28, _REDUCE: 0.55},
+    "stage 3, device, fp32, plain": {_COPY: 0.28, _GATHER: 0.28, _REDUCE: 0.55},
     "stage 3, device, fp32, tensor rate": {_WORKER: 0.08},
     "stage 3, device, fp16, activations": {_GATHER: 0.15, _REDUCE: 0.45, _ACTIVATIONS: 0.45},
     "stage 3, cpu optimizer, fp16, clip": {_GATHER: 0.2, _REDUCE: 0.55, _GRADS: 0.06},

@@ -102,7 +102,6 @@ _EQUAL_IN_ALL_PRECISIONS = (
     "no overlap",
     "failures",
     "failures in groups",
-    "two groups",
     "one rank",
     "no group",
     "tensor rate",
@@ -132,7 +131,7 @@ _CHOSEN = """
 3, cpu optimizer, bf16, overlap beside replicated
 3, device, fp32, overlap
 3, device, fp16, activations
-3, device, fp32, two groups
+3, device, fp32, plain
 3, device, fp32, failures in groups
 3, device, bf16, muon
 3, cpu optimizer, fp16, clip

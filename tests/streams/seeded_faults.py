@@ -83,7 +83,7 @@ _GRAD_OFFLOAD, _STATE_OFFLOAD, _NVME = (
 _CHUNKS, _ACTIVATIONS = "optim/chunks.py", "activations.py"
 
 _S1, _S2 = "stage 1, device, fp32, overlap", "stage 2, device, fp16, accumulate"
-_S3, _GROUPS = "stage 3, device, fp32, two groups", "stage 1, device, bf16, groups"
+_S3, _GROUPS = "stage 3, device, fp32, plain", "stage 1, device, bf16, groups"
 _FAILURES = "stage 3, device, fp32, failures in groups"
 _CPU_STATES = "stage 3, cpu optimizer, fp16, clip"
 _CPU_PARAMS = "stage 3, cpu parameters, bf16, accumulate"
