@@ -232,7 +232,8 @@ class StepCoordinator:
 
     def find_lost_write(self) -> RuntimeError | None:
         """An error if an entry of a state dict was changed in place. Local."""
-        errors = [bucket.writes.find_lost_write() for bucket in self._buckets]
+        watching = [bucket.writes for bucket in self._buckets if bucket.writes.copies]
+        errors = [writes.find_lost_write() for writes in watching]
         return next((error for error in errors if error is not None), None)
 
     def compare_assigned(self) -> None:

@@ -290,7 +290,7 @@ class Unsharder:
             elif config.reshard_after_forward is False:
                 is_too_far = bool(self._unclaimed)
             else:
-                is_too_far = sum(not other.stays_unsharded for other in unsharded) > 1
+                is_too_far = len([u for u in unsharded if not u.stays_unsharded]) > 1
             if is_too_far:
                 break
             order.prefetch()

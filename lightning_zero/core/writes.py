@@ -224,6 +224,7 @@ class UserWrites:
 
     Attributes:
         data_shards: Shards that users have got as `parameter.data`, by slot.
+        copies: Entries of state dicts: slot, entry, its version counter, and the version at first.
         watch: `WriteDetector.watch` of the parameters; `watch_values`, too.
     """
 
@@ -248,8 +249,7 @@ class UserWrites:
         self.watch_values = partial(self._detector.watch_values, parameters)
         # Slots whose `.data` was assigned since the last pass, with the former `.data`.
         self._assigned: dict[int, DetachableShard | None] = {}
-        # Entries of state dicts: slot, entry, its version counter, and the version at first.
-        self._copies: list[tuple[int, ref[Tensor], Tensor, int]] = []
+        self.copies: list[tuple[int, ref[Tensor], Tensor, int]] = []
 
     # ---------------------------------------------------------------- sharded parameters
 
@@ -283,12 +283,12 @@ class UserWrites:
         """Watches `values`, a copy of slot `index` in a state dict: writes to it would be lost."""
         counter = values.detach()  # has the version counter of `values`
         counter.data = values.new_empty(0)  # and not their memory
-        self._copies.append((index, ref(values), counter, counter._version))
+        self.copies.append((index, ref(values), counter, counter._version))
 
     def find_lost_write(self) -> RuntimeError | None:
         """An error if a copy in a state dict was changed in place, once for each. Local."""
         error: RuntimeError | None = None
-        copies, self._copies = self._copies, []
+        copies, self.copies = self.copies, []
         for index, copied, counter, version in copies:
             if counter._version != version:
                 error = RuntimeError(
@@ -298,7 +298,7 @@ class UserWrites:
                     "load or save changed values, change clones of the entries: value.clone()."
                 )
             elif copied() is not None:
-                self._copies.append((index, copied, counter, version))
+                self.copies.append((index, copied, counter, version))
         return error
 
     def _detach(self, index: int) -> None:
