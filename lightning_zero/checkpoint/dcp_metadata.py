@@ -56,6 +56,11 @@ _OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # before torch
 _SIZE = ("torch", "Size")
 _LAYOUT = ("torch.serialization", "_get_layout")
 _ORDERED_DICT = ("collections", "OrderedDict")
+_GETATTR = ("builtins", "getattr")  # of a member of an enum, as Python 3.11.0 to 3.11.3 pickles it
+_ENUMS = {
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    (_OLD_MODULE, "MEM_FORMAT_ENCODING"),
+}
 _PATHS = ("Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath")
 _CLASSES = (
     "BytesStorageMetadata",
@@ -65,16 +70,17 @@ _CLASSES = (
     "StorageMeta",
     "TensorProperties",
     "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
 )
 _GLOBALS = {
     *((_METADATA_MODULE, name) for name in _CLASSES),
-    *((_OLD_MODULE, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
+    (_OLD_MODULE, "TensorProperties"),
+    *_ENUMS,
     *((module, name) for module in ("pathlib", "pathlib._local") for name in _PATHS),
     (f"{_FORMAT}.filesystem", "_StorageInfo"),
     _SIZE,
     _LAYOUT,
     _ORDERED_DICT,
+    _GETATTR,
 }
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
@@ -297,6 +303,11 @@ class _PickleInterpreter:
             self._stack.append(_size(dims))
         elif name == _ORDERED_DICT and not arguments:
             self._stack.append({})
+        elif name == _GETATTR:
+            enum, member = arguments
+            if _expect_type(enum, _Global).name not in _ENUMS:
+                raise _InvalidMetadataError(f"{enum.name[1]}.{member} is no member of an enum")
+            self._stack.append(_Record(enum.name, (member,)))
         else:
             self._stack.append(_Record(name, arguments))
 

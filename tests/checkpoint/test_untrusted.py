@@ -14,7 +14,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Size
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
 
 from lightning_zero.checkpoint import open_checkpoint
 from lightning_zero.checkpoint.dcp_chunks import overlap
@@ -63,6 +67,21 @@ def test_metadata_that_replaces_an_attribute_of_a_class_is_refused(
     assert fuzz.attributes() == before
     assert isinstance(pathlib.PosixPath("a/b").parent, pathlib.PosixPath)
     assert [path.name for path in tmp_path.iterdir()] == ["sharded"]
+
+
+def test_attributes_are_read_of_no_object_but_members_of_an_enum(sharded, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enum as a call of getattr."""
+    written = (sharded / ".metadata").read_bytes()
+    metadata = pickle.loads(written)
+    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    assert b"getattr" in pickle.dumps(metadata)
+    assert parse_metadata(pickle.dumps(metadata)) == parse_metadata(written)
+    of_class = lambda member, protocol: (getattr, (MetadataIndex, "fqn"))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", of_class)
+    (sharded / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"MetadataIndex\.fqn is no member of an enum"):
+        open_checkpoint(sharded)
 
 
 def _fuzz_parsing(rank, world_size, real, seed, count):
