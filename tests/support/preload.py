@@ -1,12 +1,14 @@
 """Imported once by the fork server of `ranks.py`; every rank is a fork of that process.
 
-Imports only: a process which ran autograd or made threads must not be forked. Our own package is
-among them: its import takes a rank longer than most of the tests do.
+Imports, and what each rank would otherwise find out again: a process which ran autograd or made
+threads must not be forked. Our own package is imported, too: that takes longer than most tests do.
 """
 
 import faulthandler  # noqa: F401
+import functools
 import gc
 import importlib
+import importlib.metadata
 import sys
 
 for name in (
@@ -21,11 +23,16 @@ for name in (
     "lightning_zero.callbacks",
     "tests.support.fitting",
     "tests.support.models",
+    "tests.support.probes",
 ):
     importlib.import_module(name)
 
 LOADED = frozenset(sys.modules)  # by these
 importlib.import_module("omegaconf")  # Lightning imports it when it saves a checkpoint
+
+# Each Trainer looks for the plugins of all installed packages, twice.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+sys.modules["tests.support.probes"].remember_probes()
 
 # A rank neither walks what it has from here nor, by walking it, gets copies of its pages.
 gc.collect()
