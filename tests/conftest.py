@@ -37,10 +37,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks slow cases before `-m` selects."""
+    """Marks slow cases before `-m` selects; a name without a case is an error of collection."""
     missing = mark_slow_cases(items)
-    if missing and not any("[" in argument for argument in config.args):
-        raise pytest.UsageError(f"default_cases names cases that do not exist: {missing}")
+    if any("[" in argument for argument in config.args):
+        return  # other cases are not collected
+    for function, names in missing.items():
+        text = f"{function}: default_cases names cases that do not exist: {sorted(names)}"
+        report = pytest.CollectReport(function, "failed", text, [])
+        config.hook.pytest_collectreport(report=report)
 
 
 def pytest_collection_finish() -> None:
