@@ -74,8 +74,14 @@ def in_job(tmp_path):
     HydraConfig.instance().cfg = None
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_file_has_a_description_and_composes_with_its_command(path):
+@pytest.fixture(scope="module")
+def plain():
+    """The main job with all defaults."""
+    return composed()
+
+
+def overrides_of(path):
+    """Overrides of the command in the first line of a file, which describes it."""
     lines = path.read_text().splitlines()
     comment = lines[1] if lines[0].startswith("# @package ") else lines[0]  # must be line 1
     pattern = (
@@ -83,8 +89,45 @@ def test_every_file_has_a_description_and_composes_with_its_command(path):
         r"(?P<overrides>.*)"
     )
     words = re.fullmatch(pattern, comment)
-    assert words, comment
+    assert words, f"{path}: {comment}"
     overrides = words["overrides"].split()
+    if path.parent != CONF:
+        assert f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" in overrides, path
+    return overrides
+
+
+def test_every_file_begins_with_a_description_and_its_command():
+    for path in FILES:
+        overrides_of(path)
+
+
+# Groups of which any choices go together; others change several groups, or belong to Hydra.
+BESIDE = {
+    group: choices
+    for group, choices in CHOICES.items()
+    if "/" not in group and group not in ("debug", "experiment", "hparams_search")
+}
+
+
+@pytest.mark.parametrize("number", range(max(map(len, BESIDE.values()))))
+def test_every_choice_composes_beside_those_of_other_groups(number):
+    """One choice of each group: together the cases have all."""
+    chosen = {group: choices[number % len(choices)] for group, choices in BESIDE.items()}
+    if chosen["trainer"] == "ddp":  # it has no stage
+        del chosen["zero"]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        words = [f"{group}={choice}" for group, choice in chosen.items()]
+        config = compose("train", overrides=words, return_hydra_config=True)
+    found = dict(config.hydra.runtime.choices)
+    assert {group: found[group] for group in chosen} == chosen
+    assert config.trainer._target_ == "lightning.pytorch.Trainer"
+    assert {"precision", "logger"} <= config.trainer.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_composes_with_its_command(path):
+    overrides = overrides_of(path)
     skip_without_extra(*overrides)
     config = composed(*(word for word in overrides if word != "-m" and "," not in word))
     assert config.trainer._target_ == "lightning.pytorch.Trainer"
@@ -93,10 +136,9 @@ def test_every_file_has_a_description_and_composes_with_its_command(path):
     else:
         assert config.trainer.strategy._target_ == "lightning_zero.ZeroStrategy"
     assert {"precision", "logger"} <= config.trainer.keys()
-    if path.parent != CONF:
-        assert f"{path.parent.relative_to(CONF).as_posix()}={path.stem}" in overrides
 
 
+@pytest.mark.default_cases("stage3-default-none", "stage3-auto-comm", "stage1-large-all")
 @pytest.mark.parametrize(("zero", "bucket", "overlap"), COMBINATIONS)
 def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucket, overlap):
     config = composed(f"zero={zero}", f"bucket={bucket}", f"overlap={overlap}")
@@ -111,7 +153,7 @@ def test_every_choice_of_zero_bucket_and_overlap_builds_the_strategy(zero, bucke
     assert strategy.config.reduce_bucket_size == config.trainer.strategy.reduce_bucket_size
 
 
-@pytest.mark.default_cases("llama2_7b", "llama_mini")
+@pytest.mark.default_cases("llama2_7b")
 @pytest.mark.parametrize("choice", CHOICES["model"])
 def test_every_model_is_built_from_its_file(choice):
     config = composed(f"model={choice}", "data.context=32")
@@ -135,13 +177,7 @@ BUILT = ["trainer", "precision", "callbacks", "logger", "paths", "debug", "exper
 ON_CPU = ["trainer.accelerator=cpu", "trainer.devices=1", "trainer.num_nodes=1"]
 
 
-@pytest.mark.default_cases(
-    "trainer=ddp",
-    "precision=bf16_mixed",
-    "callbacks=default",
-    "logger=many_loggers",
-    "debug=default",
-)
+@pytest.mark.default_cases("precision=bf16_mixed", "logger=many_loggers")
 @pytest.mark.parametrize(
     "override", [f"{group}={choice}" for group in BUILT for choice in CHOICES[group]]
 )
@@ -177,6 +213,7 @@ def test_the_arguments_of_the_trainer_are_all_there_at_their_defaults():
     assert shown.default_root_dir == "run"
 
 
+@pytest.mark.default_cases("trainer=cpu-32-true", "trainer=gpu-bf16-mixed")
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
@@ -198,6 +235,7 @@ def test_two_loggers_are_both_used(in_job):
     assert wandb._wandb_init["job_type"] == "train"
 
 
+@pytest.mark.default_cases("logger=none")
 @pytest.mark.parametrize("word", ["logger=none", "trainer.logger=false", "logger.csv=null"])
 def test_without_a_logger_the_learning_rate_is_not_watched(in_job, word):
     trainer = make_trainer(in_job(word, *ON_CPU))
@@ -213,6 +251,7 @@ def test_tensorboard_that_is_not_installed_is_named(in_job, monkeypatch):
         make_trainer(in_job("logger=tensorboard", *ON_CPU))
 
 
+@pytest.mark.default_cases("trainer=ddp")
 @pytest.mark.parametrize("word", ["trainer=ddp", "trainer.strategy=ddp"])
 def test_the_monitor_is_left_out_where_another_strategy_trains(in_job, word):
     trainer = make_trainer(in_job(word, *ON_CPU))
@@ -243,6 +282,7 @@ def test_an_unknown_name_of_a_strategy_gets_the_nearest_one(in_job):
         make_trainer(in_job("trainer.strategy=zero2_offloads", *ON_CPU))
 
 
+@pytest.mark.default_cases("fdr", "overfit")
 @pytest.mark.parametrize("choice", CHOICES["debug"])
 def test_debugging_is_one_quiet_process_and_writes_nothing_but_its_log(in_job, choice, tmp_path):
     config = in_job("logger=csv", "trainer=node", f"debug={choice}")
@@ -267,8 +307,8 @@ def test_names_of_checkpoints_can_be_typed_as_an_override(in_job):
     assert callback.monitor == "val/bits_per_byte"
 
 
-def test_the_usual_keys_are_at_the_root():
-    config = composed()
+def test_the_usual_keys_are_at_the_root(plain):
+    config = plain
     assert (config.task_name, config.train, config.test) == ("train", True, False)
     assert (config.ckpt_path, config.seed, list(config.tags)) == (None, 0, ["dev"])
     words = ["trainer.limit_train_batches=2", "trainer.deterministic=true", "trainer.max_epochs=3"]
@@ -296,18 +336,22 @@ def test_a_run_is_named_by_its_overrides_and_grouped_by_its_sweep(in_job, monkey
     assert list(wandb.tags) == ["x"]
     sweep = [*words, "hydra.sweep.dir=outputs/my-sweep"]
     assert in_job(*sweep, mode=RunMode.MULTIRUN).logger.wandb.group == "my-sweep"
-    assert in_job("logger=wandb").logger.wandb.name is None
+    wandb = in_job("logger=wandb").logger.wandb
+    assert wandb.name is None
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "17")
-    assert in_job("logger=wandb").logger.wandb.group == "slurm-17"
+    assert wandb.group == "slurm-17"
 
 
-def test_main_returns_the_metric_that_is_named():
+def test_main_returns_the_metric_that_is_named(plain):
     metrics = {"val/bits_per_byte": torch.tensor(2.5)}
-    assert optimized_metric(composed(), metrics) == 2.5
-    assert optimized_metric(composed("optimized_metric=null"), metrics) is None
+    assert optimized_metric(plain, metrics) == 2.5
+    config = plain.copy()
+    config.optimized_metric = None
+    assert optimized_metric(config, metrics) is None
+    config.optimized_metric = "acc"
     assert optimized_metric(OmegaConf.create({}), metrics) is None
     with pytest.warns(UserWarning, match=r"was not logged; logged metrics: val/bits_per_byte\."):
-        assert optimized_metric(composed("optimized_metric=acc"), metrics) is None
+        assert optimized_metric(config, metrics) is None
 
 
 @pytest.mark.skipif(
@@ -322,11 +366,11 @@ def test_a_search_is_a_sweep_over_the_ranges_of_its_file():
     assert set(hydra.sweeper.params) == {"model.lr", "model.warmup"}
 
 
-def test_an_evaluation_is_the_same_configuration_without_training():
+def test_an_evaluation_is_the_same_configuration_without_training(plain):
     config = composed("model=gpt_25m", name="eval")
     assert (config.task_name, config.train, config.test) == ("eval", False, True)
     assert config.model.width == 512
-    assert set(composed()) == set(config)
+    assert set(plain) == set(config)
 
 
 def test_an_evaluation_without_a_checkpoint_is_refused():
@@ -342,7 +386,6 @@ def test_a_job_on_slurm_asks_for_a_gpu_for_each_task_where_the_trainer_uses_them
             words = ["hydra/launcher=slurm", *overrides]
             return compose("train", overrides=words, return_hydra_config=True).hydra.launcher
 
-    assert launcher("trainer=node").gpus_per_node == 2
     assert launcher("trainer=node", "hydra.launcher.tasks_per_node=8").gpus_per_node == 8
     assert launcher("trainer.accelerator=cpu").gpus_per_node is None
 
@@ -372,11 +415,7 @@ def test_another_application_composes_the_trainer_of_a_laptop(tmp_path):
     assert trainer.devices == expected[trainer.accelerator]
 
 
-def test_a_strategy_of_another_library_can_be_named():
-    assert composed("trainer.strategy=ddp").trainer.strategy == "ddp"
-
-
-@pytest.mark.default_cases("gpt_1b", "little_memory")
+@pytest.mark.default_cases("little_memory")
 @pytest.mark.parametrize("choice", CHOICES["experiment"])
 def test_an_experiment_applies_its_settings(choice):
     changed = {
@@ -389,6 +428,11 @@ def test_an_experiment_applies_its_settings(choice):
     assert OmegaConf.select(composed(f"experiment={choice}"), name) == value
 
 
+@pytest.mark.default_cases(
+    r"zero=stage4-Could not find 'zero/stage4'(.*\\n)+.*stage1(.*\\n)+.*stage3",
+    "trainer.strategy.stag=3-Key 'stag' not in 'ZeroStrategySettings'",
+    "trainer.strategy.async_save=3.5-'3.5' is not a valid bool|not convertible to bool",
+)
 @pytest.mark.parametrize(
     ("override", "text"),
     [
@@ -407,6 +451,7 @@ def test_a_wrong_group_key_or_type_is_an_error_before_anything_runs(override, te
     assert re.search(text, f"{caught.value}\n{caught.value.__cause__}")
 
 
+@pytest.mark.default_cases("adafactor")
 @pytest.mark.parametrize("choice", CHOICES["optimizer"])
 def test_an_optimizer_takes_the_place_of_the_models_and_stays_out_of_its_checkpoints(choice):
     with torch.device("meta"):
@@ -446,8 +491,8 @@ def test_precision_does_not_depend_on_where_its_group_stands(tmp_path):
         assert compose("app").trainer.precision == "16-mixed"
 
 
-def test_a_composed_config_can_be_kept_in_a_checkpoint():
-    strategy = composed().trainer.strategy
+def test_a_composed_config_can_be_kept_in_a_checkpoint(plain):
+    strategy = plain.trainer.strategy
     assert pickle.loads(pickle.dumps(strategy)) == strategy
 
 
@@ -459,8 +504,8 @@ def test_the_monitor_takes_its_steps_from_the_command_line():
         composed("callbacks.monitor.trace_stepz=[10]")
 
 
-def test_all_settings_of_the_strategy_are_shown_at_their_defaults():
-    shown = composed().trainer.strategy
+def test_all_settings_of_the_strategy_are_shown_at_their_defaults(plain):
+    shown = plain.trainer.strategy
     named = {"stage", "reshard_after_forward", "param_dtype", "keep_float32", "start_method"}
     assert named <= set(shown)
     assert instantiate(shown).config == ZeroStrategy(stage=3).config
@@ -492,6 +537,7 @@ def test_a_node_of_shards_is_refused_where_nothing_is_sharded():
         instantiate(composed("zero=off", "sharding=node").trainer.strategy)
 
 
+@pytest.mark.default_cases("cpu", "nvme_optimizer")
 @pytest.mark.parametrize("choice", CHOICES["offload"])
 def test_every_choice_of_offload_builds_the_strategy(choice, tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
