@@ -1,10 +1,7 @@
 """Hyperparameters that loggers get of a run."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -66,31 +63,33 @@ def test_settings_of_the_strategy_are_plain_values():
     assert logged["reduce_dtype"] == str(torch.bfloat16)
 
 
-def test_no_logged_or_saved_file_and_no_command_has_a_secret_of_the_environment(tmp_path):
-    shutil.copytree(ROOT / "examples" / "hydra_project", tmp_path / "project")
-    with (tmp_path / "project" / "conf" / "config.yaml").open("a") as file:
+BEGIN = """import os, sys
+import hydra
+os.environ |= {"HUB_SECRET": "t0p-" "s3cret", "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+with open(f"arguments-{os.getpid()}", "w") as file:
+    file.write(" ".join(sys.argv))
+"""
+
+
+def test_no_logged_or_saved_file_and_no_command_has_a_secret_of_the_environment(
+    fault_server, tmp_path
+):
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "hydra_project", folder)
+    with (folder / "conf" / "config.yaml").open("a") as file:
         file.write("\nhub: ${oc.env:HUB_SECRET}\nurl: https://me:${hub}@host\n")
-    watched = tmp_path / "project" / "project.py"
-    arguments = f"{tmp_path}/arguments-{{os.getpid()}}"
-    seen = f"import os, sys\nopen(f'{arguments}', 'w').write(' '.join(sys.orig_argv))\n"
-    watched.write_text(watched.read_text() + seen)
+    source = (folder / "train.py").read_text()
+    (folder / "train.py").write_text(source.replace("import hydra\n", BEGIN, 1))
     words = ["trainer=cpu", "trainer.devices=2", "trainer.max_steps=2", "logger=[csv,wandb]"]
     words += ["hydra.run.dir=run", "+token=${oc.env:HUB_SECRET}", "+decoded='${oc.decode:${hub}}'"]
-    done = subprocess.run(
-        [sys.executable, "train.py", *words, "trainer.limit_val_batches=1"],
-        cwd=tmp_path / "project",
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "HUB_SECRET": "t0p-s3cret"}
-        | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    command = [folder / "train.py", *words, "trainer.limit_val_batches=1"]
+    status, printed = fault_server.run_script(command, folder, num_started=1)
+    assert status == 0, printed
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert not [path for path, content in files.items() if b"t0p-s3cret" in content]
-    assert "t0p-s3cret" not in done.stdout + done.stderr
-    assert len(list(tmp_path.glob("arguments-*"))) == 2  # the command lines of both ranks
+    assert len(list(folder.glob("arguments-*"))) == 2  # of both ranks
     for pattern in ("run/csv/hparams.yaml", "run/wandb/offline-run-*/*.wandb", "arguments-*"):
-        for path in [*tmp_path.glob(f"project/{pattern}"), *tmp_path.glob(pattern)]:
-            assert b"${oc.env:HUB_SECRET}" in files[path]
-    assert list(tmp_path.glob("project/run/**/*.ckpt"))
+        found = list(folder.glob(pattern))
+        assert found, pattern
+        assert all(b"${oc.env:HUB_SECRET}" in files[path] for path in found)
+    assert list(folder.glob("run/**/*.ckpt"))

@@ -124,11 +124,16 @@ class _Spare:
                 return _become_started(spare.reading)
             spares.append(spare)
 
+        original: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
         def execute_child(popen: Any, args: Any, *others: Any) -> None:
+            if not spares or args[0] != sys.executable:  # no rank
+                return original(popen, args, *others)
             _, _, _, _, cwd, env, *more = others
             spare = spares.pop(0)
             spare.start(args, cwd, env, has_session=more[14])
             popen.pid, popen._child_created = spare.pid, True
+            return None
 
         if spares:
             subprocess.Popen._execute_child = execute_child
