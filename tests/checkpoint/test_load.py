@@ -360,7 +360,12 @@ def test_states_by_name_are_read_by_shards(stage):
     assert sum(parts) == pytest.approx(2 if stage == 0 else 1)
 
 
-def _optimizer_in_files(rank, world_size, dtype):
+def _optimizers_in_files(rank, world_size):
+    for dtype in (None, "bfloat16"):
+        _optimizer_in_files(rank, dtype)
+
+
+def _optimizer_in_files(rank, dtype):
     from lightning_zero.optim.state import optimizer_state_dict
 
     engine, module, optimizer = start(3, param_dtype=dtype)
@@ -390,8 +395,7 @@ def _optimizer_in_files(rank, world_size, dtype):
 
 
 def test_states_and_masters_on_nvme_are_loaded_there():
-    for dtype in (None, "bfloat16"):
-        run(_optimizer_in_files, dtype)
+    run(_optimizers_in_files)
 
 
 def _optimizer_errors(rank, world_size):

@@ -136,7 +136,9 @@ def test_a_truncated_file_is_an_error(kept, tmp_path):
     assert "the directory of its records at the end is missing" in line
 
 
-def test_a_wrong_bit_in_the_directory_at_the_end_is_named_and_never_another_error(tmp_path):
+@pytest.mark.default_cases("bits0")
+@pytest.mark.parametrize("bits", [(3,), (0, 7)])
+def test_a_wrong_bit_in_the_directory_at_the_end_is_named_and_never_another_error(tmp_path, bits):
     path = tmp_path / "a.pt"
     write_torch_file({"x": torch.arange(4.0)}, path)
     full = path.read_bytes()
@@ -144,13 +146,13 @@ def test_a_wrong_bit_in_the_directory_at_the_end_is_named_and_never_another_erro
         start = archive.start_dir
     num_found = 0
     for place in range(start, len(full)):
-        for bit in (0, 3, 7):
+        for bit in bits:
             data = bytearray(full)
             data[place] ^= 1 << bit
             path.write_bytes(data)
             num_found += bool(find_damage(path))
             assert has_checksums(path) in (True, False)
-    assert num_found > 100
+    assert num_found > 34 * len(bits)
 
 
 def test_shares_of_the_work_cover_every_record(tmp_path):
