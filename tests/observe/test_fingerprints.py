@@ -49,19 +49,29 @@ SPECS = {
 }
 
 
-def test_every_stage_and_tier_is_equal_to_ddp_and_a_wrong_gradient_is_named(tmp_path, capsys):
-    factory = partial(MLPModule, ranks=2)
-    options = {"max_epochs": 5, "max_steps": 20}
-    run_ranks(2, _fits, tmp_path, SPECS, factory, options, has_group=False, timeout_s=240)
+@pytest.mark.parametrize(
+    ("names", "num_steps"),
+    [
+        (["ddp", "zero1", "zero3", "corrupt"], 4),
+        pytest.param(list(SPECS), 20, marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_every_stage_and_tier_is_equal_to_ddp_and_a_wrong_gradient_is_named(
+    names, num_steps, tmp_path, capsys
+):
+    factory, specs = partial(MLPModule, ranks=2), {name: SPECS[name] for name in names}
+    options = {"max_epochs": 5, "max_steps": num_steps}
+    run_ranks(2, _fits, tmp_path, specs, factory, options, has_group=False, timeout_s=240)
     ddp = str(tmp_path / "ddp")
-    for name in SPECS:
+    for name in specs:
         status = main(["compare", ddp, str(tmp_path / name)])
         printed = capsys.readouterr().out
         if name == "corrupt":
             assert (status, printed.startswith("step 3: gradient ")) == (1, True), printed
         else:
             assert (name, status) == (name, 0), printed
-            assert "steps, 0 to 20, are equal bit by bit" in printed
+            assert f"steps, 0 to {num_steps}, are equal bit by bit" in printed
     assert main(["compare", ddp, str(tmp_path / "corrupt"), "--rtol", "0.1"]) == 0
 
 

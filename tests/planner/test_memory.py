@@ -103,7 +103,11 @@ def cells():
     ]
 
 
-@pytest.mark.default_cases("2")
+def test_four_cells_are_counted_to_the_byte():
+    check(cells()[::3], 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_twelve_cells_are_counted_to_the_byte(world_size):
     check(cells(), world_size)
@@ -211,9 +215,10 @@ def _count_averaged(rank, world_size, cases):
     return found
 
 
-def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan():
+@pytest.mark.parametrize("every", [10, pytest.param(4, marks=pytest.mark.slow)])
+def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan(every):
     everything = choices()
-    cases = [("gpt", config) for config in everything[::4]]
+    cases = [("gpt", config) for config in everything[::every]]
     cases += [("lora", everything[8].replace(param_dtype="bf16")), ("conv", everything[-1])]
     for rank, counted in enumerate(run_ranks(2, _count_averaged, cases)):
         for (name, config), (tiers, nbytes, added, data_parallel) in zip(
