@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if any("[" in argument for argument in config.args):
         return  # other cases are not collected
     for function, names in missing.items():
-        text = f"{function}: default_cases names cases that do not exist: {sorted(names)}"
+        text = f"default_cases names cases that do not exist: {sorted(names)}"
         report = pytest.CollectReport(function, "failed", text, [])
         config.hook.pytest_collectreport(report=report)
 

@@ -17,6 +17,7 @@ from lightning_zero.engine import optimizers
 from lightning_zero.optim.clone import settings_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.probe_run import _kinds_of
+from tests.support.loops import build
 from tests.support.models import GPTModule, MLPModule
 
 __all__ = ["remember_probes"]
@@ -56,5 +57,7 @@ def _key_of(optimizer: Optimizer, device: torch.device) -> str | None:
 def remember_probes() -> None:
     """Lets engines of this process and of its forks take results that are known."""
     optimizers.probe = remembered = _Remembered(optimizers.probe)
-    for module in (MLPModule(), MLPModule(optimizer="sgd"), GPTModule()):
-        remembered(module.configure_optimizers(), torch.device("cpu"))
+    modules = MLPModule(), MLPModule(optimizer="sgd"), GPTModule()
+    usual = [module.configure_optimizers() for module in modules] + [build()[1]]
+    for optimizer in usual:
+        remembered(optimizer, torch.device("cpu"))
