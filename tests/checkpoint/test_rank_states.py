@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import random
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -155,10 +156,16 @@ def _resume(rank, world_size, path):
     return seen[0][0], messages
 
 
-def test_another_number_of_ranks_loads_the_loaders_of_rank_0_and_reports_it(tmp_path):
-    path = str(tmp_path / "saved.ckpt")
-    run_ranks(2, _save, path, has_group=False)
-    results = run_ranks(3, _resume, path, has_group=False)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A checkpoint of two ranks."""
+    path = tmp_path_factory.mktemp("saved") / "saved.ckpt"
+    run_ranks(2, _save, str(path), has_group=False)
+    return path
+
+
+def test_another_number_of_ranks_loads_the_loaders_of_rank_0_and_reports_it(saved):
+    results = run_ranks(3, _resume, str(saved), has_group=False)
     assert all(place < 1000 for place, _ in results)
     (text,) = results[0][1]
     assert text == (
@@ -202,9 +209,8 @@ def test_a_state_that_cannot_be_pickled_is_an_error_on_all_ranks(tmp_path):
     assert run_ranks(2, _save_unpicklable, path, has_group=False) == [False, False]
 
 
-def test_a_damaged_state_is_found_by_its_checksum(tmp_path):
-    path = tmp_path / "saved.ckpt"
-    run_ranks(2, _save, str(path), has_group=False)
+def test_a_damaged_state_is_found_by_its_checksum(saved, tmp_path):
+    path = shutil.copytree(saved, tmp_path / "saved.ckpt")
     assert find_damage(path) == []
     encoded = open_checkpoint(path)[RANK_STATES_KEY][:].numpy().tobytes()
     (file,) = (f for f in path.glob("__1_0.distcp") if encoded[-4000:-3000] in f.read_bytes())

@@ -174,7 +174,7 @@ def test_a_full_disk_is_named_although_another_rank_is_interrupted(small_disk):
 
 
 def _fill_and_interrupt(rank, world_size, folder):
-    trainer = make_trainer(sharded(3))
+    trainer = make_trainer(sharded(3), limit_train_batches=1)
     trainer.fit(GPTModule(ranks=world_size))
     trainer.strategy.barrier()
     if rank == 0:
@@ -380,7 +380,7 @@ def _fail_at_end(rank, world_size, folder):
 
 def _fail_later(rank, world_size, folder, at_end):
     seed_everything(7, verbose=False)
-    module = GPTModule(ranks=world_size)
+    module = MLPModule(ranks=world_size)
     make_trainer(sharded(3, async_save=True), callbacks=[FailingLater(folder, at_end)]).fit(module)
 
 
