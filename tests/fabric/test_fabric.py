@@ -20,7 +20,7 @@ import lightning_zero
 from lightning_zero.fabric import ZeroStrategy
 from lightning_zero.health.failures import DesynchronizedError
 from tests.support.cells import slow_but
-from tests.support.fitting import arrays
+from tests.support.fitting import arrays, run_once
 from tests.support.loops import assert_same_state, batch, build, engine_for
 from tests.support.ranks import RankError, run_ranks
 
@@ -86,12 +86,22 @@ def _train_engine(rank, world_size, stage, accumulation=2, clip=0.05):
     return losses, norms, arrays(module.state_dict())
 
 
+def _train_all(rank, world_size, strategy):
+    """The trainings that are compared with DDP, one after the other on the same ranks."""
+    trainings = (_train, _gan, _frozen_gan, _distill)
+    return {training: training(rank, world_size, strategy) for training in trainings}
+
+
+def outcomes(strategy, training):
+    """Outcomes of a training on two ranks."""
+    return [of_rank[training] for of_rank in run_once(2, _train_all, strategy)]
+
+
 @pytest.mark.default_cases("zero1", "zero3")
 @pytest.mark.shows("Fabric")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
 def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
-    expected = run_ranks(2, _train, "ddp", has_group=False)
-    ours = run_ranks(2, _train, name, has_group=False)
+    expected, ours = outcomes("ddp", _train), outcomes(name, _train)
     for (losses, norms, state), (ddp_losses, ddp_norms, ddp_state) in zip(
         ours, expected, strict=True
     ):
@@ -106,9 +116,10 @@ def _train_compiled(rank, world_size, stage):
     return outcome
 
 
-@pytest.mark.parametrize("stage", slow_but({3}, (1, 2, 3)))
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_compiled_module_trains_as_the_plain_one(stage):
-    expected = run_ranks(2, _train, f"zero{stage}", has_group=False)
+    expected = outcomes(f"zero{stage}", _train)
     ours = run_ranks(2, _train_compiled, stage, has_group=False)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
@@ -118,7 +129,7 @@ def test_a_compiled_module_trains_as_the_plain_one(stage):
 @pytest.mark.parametrize("stage", slow_but({3}, (1, 2, 3)))
 def test_fabric_is_bit_equal_to_an_engine(stage):
     expected = run_ranks(2, _train_engine, stage)
-    ours = run_ranks(2, _train, f"zero{stage}", has_group=False)
+    ours = outcomes(f"zero{stage}", _train)
     for one, other in zip(ours, expected, strict=True):
         assert one[:2] == other[:2]
         for name, value in one[2].items():
@@ -188,8 +199,7 @@ def _gan(rank, world_size, strategy):
 @pytest.mark.shows("Fabric: several modules, as in a GAN")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3"}, NAMES))
 def test_a_gan_with_two_setups_equals_ddp(name):
-    expected = run_ranks(2, _gan, "ddp", has_group=False)
-    for one, other in zip(run_ranks(2, _gan, name, has_group=False), expected, strict=True):
+    for one, other in zip(outcomes(name, _gan), outcomes("ddp", _gan), strict=True):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
         assert_same_state(one[1], other[1])
         assert_same_state(one[2], other[2])
@@ -223,10 +233,8 @@ def _frozen_gan(rank, world_size, strategy):
 
 
 def test_a_discriminator_that_is_frozen_for_a_step_stays_sharded():
-    expected = run_ranks(2, _frozen_gan, "ddp", has_group=False)
-    for one, other in zip(
-        run_ranks(2, _frozen_gan, "zero3", has_group=False), expected, strict=True
-    ):
+    both = outcomes("zero3", _frozen_gan), outcomes("ddp", _frozen_gan)
+    for one, other in zip(*both, strict=True):
         assert_same_state(one[0], other[0])
         assert_same_state(one[1], other[1])
 
@@ -277,8 +285,7 @@ def _distill(rank, world_size, strategy):
 @pytest.mark.default_cases("zero3")
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_teacher_and_a_student_equal_ddp(name):
-    expected = run_ranks(2, _distill, "ddp", has_group=False)
-    for one, other in zip(run_ranks(2, _distill, name, has_group=False), expected, strict=True):
+    for one, other in zip(outcomes(name, _distill), outcomes("ddp", _distill), strict=True):
         np.testing.assert_allclose(one[0], other[0], rtol=1e-6)
         assert_same_state(one[1], other[1])
 
@@ -299,6 +306,7 @@ def _clip_infinite(rank, world_size, strategy):
         assert torch.equal(bucket.grads.main_grad.nan_to_num(7.0), before.nan_to_num(7.0))
 
 
+@pytest.mark.default_cases("zero3")
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_gradients_do_not_change_if_their_norm_is_not_finite(name):
     run_ranks(2, _clip_infinite, name, has_group=False)
