@@ -240,8 +240,9 @@ def _train(rank, world_size, cases):
 @pytest.mark.shows("parameters on the meta device, `init_module(empty_init=True)`")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_training_from_meta_equals_training_from_the_same_values(world_size):
+    stages = STAGES if world_size == 2 else [1, 3]
     makes = [
-        (optimizer, spec) for optimizer in ("adamw", "adagrad") for spec in map(settings, STAGES)
+        (optimizer, spec) for optimizer in ("adamw", "adagrad") for spec in map(settings, stages)
     ]
     makes += [("adamw", settings(3, offload_optimizer="cpu", offload_param="cpu"))]
     cases = []
