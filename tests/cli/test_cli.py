@@ -216,7 +216,15 @@ def _resume(rank, world_size, cases, factory):
     return found
 
 
-def test_training_resumes_from_an_exported_checkpoint_as_from_its_source(tmp_path, capsys):
+PAIRS = [
+    ("ddp", "full", "x.ckpt"),
+    (settings(3), "sharded", "named"),
+    (settings(2), "full", "numbered"),
+]
+
+
+@pytest.mark.parametrize("pairs", [PAIRS[1:2], pytest.param(PAIRS, marks=pytest.mark.slow)])
+def test_training_resumes_from_an_exported_checkpoint_as_from_its_source(pairs, tmp_path, capsys):
     factory = partial(GPTModule, ranks=2, is_tied=True)
     run_ranks(2, _save, ["full", "sharded"], factory, str(tmp_path), has_group=False)
     assert run("inspect", tmp_path / "sharded", "--verify") == 0
@@ -227,11 +235,6 @@ def test_training_resumes_from_an_exported_checkpoint_as_from_its_source(tmp_pat
     assert run("export", tmp_path / "sharded", tmp_path / "x.ckpt", "--format", "ckpt") == 0
     assert run("export", tmp_path / "full", tmp_path / "numbered", "--format", "dcp") == 0
     assert run("export", tmp_path / "sharded", tmp_path / "named", "--format", "dcp") == 0
-    pairs = [
-        ("ddp", "full", "x.ckpt"),
-        (settings(3), "sharded", "named"),
-        (settings(2), "full", "numbered"),
-    ]
     cases = [(spec, str(tmp_path / name)) for spec, *names in pairs for name in names]
     for results in run_ranks(2, _resume, cases, factory, has_group=False):
         for (_, _, exported), before, after in zip(pairs, results[::2], results[1::2], strict=True):

@@ -251,7 +251,7 @@ def test_tensorboard_that_is_not_installed_is_named(in_job, monkeypatch):
         make_trainer(in_job("logger=tensorboard", *ON_CPU))
 
 
-@pytest.mark.default_cases("trainer=ddp")
+@pytest.mark.default_cases("trainer.strategy=ddp")
 @pytest.mark.parametrize("word", ["trainer=ddp", "trainer.strategy=ddp"])
 def test_the_monitor_is_left_out_where_another_strategy_trains(in_job, word):
     trainer = make_trainer(in_job(word, *ON_CPU))

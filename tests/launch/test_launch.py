@@ -250,6 +250,7 @@ def _meet_at_a_port_of_another_program(rank, world_size, is_ours_to_listen):
     return port, str(caught.value)
 
 
+@pytest.mark.default_cases("False")
 @pytest.mark.parametrize("is_ours_to_listen", [True, False])
 def test_a_port_that_another_program_has_is_an_error_that_names_the_address(is_ours_to_listen):
     (result,) = run_ranks(

@@ -161,6 +161,7 @@ def test_a_process_with_a_group_of_its_own_is_refused():
     assert run_ranks(1, _peak_beside_a_group) == [True]
 
 
+@pytest.mark.default_cases("settings0")
 @pytest.mark.parametrize(
     "settings", [{}, {"reshard_after_forward": False}, {"overlap_comm": False}]
 )
