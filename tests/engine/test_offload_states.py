@@ -13,7 +13,7 @@ from lightning_zero.layout.stage import State
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
 from tests.support.loops import batch, build, engine_for
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def _train(rank, world_size, stage, states, options):

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad
 from lightning_zero.record.spans import Kind, Recording
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks

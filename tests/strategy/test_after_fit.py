@@ -148,7 +148,7 @@ def test_modules_become_their_own_kind_again_also_where_values_are_left_out():
     run_ranks(2, _left_out_with_statistics, has_group=False)
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nothing_is_kept_on_request(stage):
     run_ranks(2, _false, stage, has_group=False)

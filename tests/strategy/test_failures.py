@@ -34,7 +34,7 @@ class NoneOnRank1Module(NoneModule):
     first_rank = 1
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_step_that_returns_none_is_lightnings_error_on_all_ranks(stage):
     start = time.monotonic()
@@ -271,7 +271,7 @@ def _refuse(rank, world_size, spec):
     return len(module.losses)
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_an_exception_of_all_ranks_is_raised_on_each_and_the_next_fit_works(stage):
     assert run_ranks(2, _refuse, settings(stage), has_group=False) == [11, 11]
