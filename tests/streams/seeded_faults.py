@@ -127,7 +127,7 @@ FAULTS = {
     ),
     "compute does not wait until gradients have been looked at": Fault(
         *(DeviceBackend, "wait_for_reductions", _nothing),
-        *("stage 2, device, fp16, accumulate", "RACE"),
+        *("stage 1, device, fp32, accumulate", "RACE"),
     ),
     "a collective that is dropped after a failure does not keep its memory": Fault(
         Communicator, "discard", _nothing, "stage 3, device, fp32, failures in groups", "FREE"
