@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 import lightning_zero
 from lightning_zero.health.failures import DESYNC_HINT
+from tests.support import warm
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.loops import batch, build, engine_for
 from tests.support.models import GPTModule
@@ -150,7 +151,7 @@ class EmptySynchronisedModule(EmptyModule):
 
 
 def test_a_rank_without_a_batch_is_an_error_only_where_metrics_would_wait_for_it():
-    results = run_ranks(2, _validate, settings(3), EmptyModule, has_group=False)
+    results = warm.run_ranks(2, _validate, settings(3), EmptyModule, has_group=False)
     assert results == run_once(2, _validate, "ddp", EmptyModule)
     with pytest.raises(
         RankError, match=r"rank 0 \['validation_step.val.1'\], rank 1 \[\]"
@@ -313,7 +314,7 @@ class GeneratingModule(RaggedModule):
 @pytest.mark.shows("generation, `uneven_calls`")
 @pytest.mark.parametrize("stage", STAGES)
 def test_ranks_generate_different_numbers_of_tokens_anywhere_as_under_ddp(stage):
-    ours = run_ranks(2, _generate, settings(stage), has_group=False)
+    ours = warm.run_ranks(2, _generate, settings(stage), has_group=False)
     reference = run_once(2, _generate, "ddp")
     for (texts, losses, predictions), (expected, expected_losses, tokens) in zip(
         ours, reference, strict=True

@@ -202,7 +202,7 @@ def _load_one(rank, stage, options, optimizer, state, weights):
     return loop.weights()
 
 
-@pytest.mark.default_cases("3-options2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "options"), TIERS)
 def test_a_state_dict_of_one_process_is_loaded_by_hand(stage, options):
     loops = [Loop(optimizer) for optimizer in (adam, nadam, asgd)]

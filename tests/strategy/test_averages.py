@@ -365,6 +365,7 @@ def _look(rank, world_size):
     assert "state_dict" not in vars(callback._average_model)
 
 
+@pytest.mark.slow
 def test_an_average_has_full_values_only_while_unsharded():
     run_ranks(2, _look, has_group=False)
 

@@ -82,6 +82,7 @@ def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
     assert_desynchronized(second, ENDED_BATCHES, f"0 reached {NEXT_EPOCH}")
 
 
+@pytest.mark.slow
 def test_three_uneven_ranks_all_end_with_an_error():
     for rank, error in enumerate(_errors(3, _fit_uneven, 3, False)):
         if not error.startswith(ABORTED):
@@ -281,6 +282,7 @@ def test_sigterm_on_any_rank_ends_the_training_of_all_before_the_same_batch(stag
     assert results == [("SIGTERMException: 143", at_batch + 1)] * 2
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_validation_ends_all_ranks():
     first, second = _errors(2, _fit_until_sigterm, 3, [1], "on_validation_batch_start", 0)
     assert first[0].startswith((ABORTED, "SIGTERMException: 143"))

@@ -16,13 +16,8 @@ SCENARIOS = [
 
 @pytest.mark.default_cases(
     "stage 1, device, fp32, overlap",
-    "stage 1, device, bf16, groups",
-    "stage 2, device, fp16, accumulate",
     "stage 3, device, fp32, plain",
-    "stage 3, device, fp32, overlap",
     "stage 3, device, fp32, failures in groups",
-    "stage 3, device, bf16, muon",
-    "stage 3, cpu optimizer, bf16, overlap beside replicated",
     "stage 3, cpu parameters, bf16, accumulate",
     "stage 3, nvme both, bf16, overlap",
 )

@@ -15,10 +15,7 @@ SCENARIOS = {scenario.name: scenario for scenario in ALL}
 
 
 @pytest.mark.default_cases(
-    "no side stream waits for compute",
-    "a collective that is dropped after a failure does not keep its memory",
-    "nothing is prefetched",
-    "shards on the CPU are not page-locked",
+    "no side stream waits for compute", "shards on the CPU are not page-locked"
 )
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_seeded_fault_is_found(checker: Checker, name: str):
