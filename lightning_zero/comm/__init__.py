@@ -9,7 +9,6 @@ Imports record, layout, tensors and health.
                   messages; and `Channel`, for a background thread
     rounds        votes and results of rounds, and their checks
     world         collectives on WORLD, for a strategy
-    collectives   detects the user's collectives before they are issued
     fake          a process as one rank of a group that does not exist, for the planner
     consistency   checks that model, optimizers and settings are equal on all ranks
 

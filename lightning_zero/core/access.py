@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import BucketAccess, access_of, bucket_of, lockstep_of
 from lightning_zero.core.lockstep import Lockstep
-from lightning_zero.core.writes import WriteDetector, is_same_memory, require_full_shape
+from lightning_zero.core.writes import is_same_memory, require_full_shape
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -112,10 +113,9 @@ def before_collective(module: nn.Module) -> None:
     """Synchronizes all ranks before a collective of your own, in which all take part.
 
     If ranks use different parts of `module` before a collective in the same forward or backward,
-    such as experts that depend on data, stage 3 must first complete their all-gathers. In a
-    forward, collectives of `torch.distributed` on tensors over the default group are detected
-    without this call, unless parts of the module are compiled. A barrier, another group, or a
-    collective in backward needs it. Collective: every rank.
+    such as experts that depend on data, stage 3 must first complete their all-gathers. The
+    collectives of Lightning do so themselves, those of `torch.distributed` do not. Collective:
+    every rank.
 
     Args:
         module: The trained module or a part of it. Without an engine the call has no effect.
@@ -168,25 +168,28 @@ class _WritableBucket:
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
         self._full = full = bucket.masters.all_gather()
-        self._detector = WriteDetector()
-        self._detector.watch_values(full.views)
         self._data: list[Tensor] = []  # of the parameters at the end
+        self._written: set[int] = set()
         bucket.install_views(full.views)
 
     def uninstall_views(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
         # Copies: assigned data may be the memory of another of these parameters.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
+        self._written = self._bucket.writes.counted()
         self._bucket.uninstall_views()
 
     def changes(self) -> dict[str, bytes]:
         """Digests of the parameters that this rank has changed, by name."""
-        slots = self._bucket.plan.layout.slots
-        for slot, view, data in zip(slots, self._full.views, self._data, strict=True):
-            if not is_same_memory(data, view):  # other data was assigned
-                view.copy_(require_full_shape(data, slot))
-        written = self._detector.written(self._full.views)
-        return {slots[index].name: self._detector.digest(index) for index in written}
+        views, found = self._full.views, {}
+        for index, slot in enumerate(self._bucket.plan.layout.slots):
+            if not is_same_memory(self._data[index], views[index]):  # other data was assigned
+                views[index].copy_(require_full_shape(self._data[index], slot))
+            elif index not in self._written:
+                continue
+            octets = views[index].reshape(-1).view(torch.uint8)
+            found[slot.name] = hashlib.sha256(octets.cpu().numpy().data).digest()
+        return found
 
     def broadcast_from(self, from_rank: int) -> None:
         """Broadcasts the values of rank `from_rank`. Collective."""

@@ -62,7 +62,7 @@ from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
 from lightning_zero.core.wrapping import full_precision_copy, unwrap_parameters, wrap_parameters
-from lightning_zero.core.writes import HeldViews, UserWrites
+from lightning_zero.core.writes import UserWrites
 from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.freed import unreadable
@@ -116,7 +116,6 @@ class Bucket:
         grads: Gradients of the parameters; `offloaded_grad` is the store of the main gradient, if
             it is not on the device.
         masters: Access to the elements in full precision.
-        held_views: Views of the unsharded parameters that others hold.
         writes: Writes by the user.
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
         has_views_installed: Whether the user may write to the views of `install_views`.
@@ -201,10 +200,7 @@ class Bucket:
             self.parameters, shards, self.shard_specs, dtype, offloaded, overlapped
         )
         self._joint = JointStep(self.parameters, shards, self.grads)
-        self.held_views = HeldViews(buffer, shards, plan.layout.slots)
-        self.writes = UserWrites(
-            plan, self.parameters, self.orig_dtypes, buffer, shards, self.held_views
-        )
+        self.writes = UserWrites(plan, self.parameters, self.orig_dtypes, buffer, shards)
         self.masters = Masters(self)
         # `.data` of guarded parameters, by slot.
         shapes = {slot.name: slot.shape for slot in plan.layout.slots}
@@ -219,8 +215,8 @@ class Bucket:
             unsharded.tensor.copy_(values.tensor)
         shards.init_stores(shards.own_slice_of(values))
         wrap_parameters(self.plan, self.parameters, unsharded.views)
+        self.writes.watch()
         self.reshard()
-        shards.mark_written()
 
     # ---------------------------------------------------------------- unshard and reshard
 
@@ -302,8 +298,7 @@ class Bucket:
         self._pending = None
         set_plain_data(self.parameters, self.unsharded_params.views)
         self._set_phase(Phase.UNSHARDED)
-        if self.shards_params:
-            self.writes.watch()
+        self.writes.watch()
 
     def note_graph(self) -> None:
         """A graph may hold views of the unsharded parameters, until `end_graphs`."""
@@ -313,15 +308,11 @@ class Bucket:
         """Backward has traversed the graphs, and needs the parameters again only if retained."""
         self.is_saved_for_backward = is_retained
 
-    def reshard(self, *, num_holders_before: int | None = None) -> None:
+    def reshard(self) -> None:
         """Frees the unsharded parameters, if parameters are sharded when idle. Local.
 
         Does nothing inside a transform of torch.func, which differentiates without our hooks; the
         end of the step reshards then.
-
-        Args:
-            num_holders_before: `held_views.num_holders` when the user was given the parameters: the
-                user may keep views that were taken since. None: no views are expected.
         """
         if not self.shards_params or self.phase is Phase.SHARDED or self._num_pins:
             return
@@ -329,19 +320,14 @@ class Bucket:
             return
         self.wait_for_unshard()
         self.sync_writes()
-        self.enter_idle_phase(num_holders_before=num_holders_before)
+        self.enter_idle_phase()
 
-    def enter_idle_phase(self, *, num_holders_before: int | None = None) -> None:
-        """Hides the values of the parameters, or, if replicated, points at the unsharded buffer.
-
-        `num_holders_before`: as for `reshard`.
-        """
+    def enter_idle_phase(self) -> None:
+        """Hides the values of the parameters, or, if replicated, points at the unsharded buffer."""
         self._set_phase(Phase.SHARDED if self.shards_params else Phase.UNSHARDED)
         self.restore_data_pointers()
-        if self.shards_params and self.unsharded_params.is_allocated:
-            self.held_views.free_buffer(
-                num_holders_before, is_saved_for_backward=self.is_saved_for_backward
-            )
+        if self.shards_params:
+            self.unsharded_params.free()
 
     def restore_data_pointers(self) -> None:
         """Points the parameters at the tensors of the current phase again."""
@@ -378,9 +364,9 @@ class Bucket:
         """Syncs writes, and records whether users hold views that the all-gather will change."""
         self.wait_for_unshard()
         self.sync_writes()
-        held, num_params = self.held_views, len(self.parameters)
-        all_gathers = self.plan.stage.all_gathers_after_step
-        self._is_aliased = all_gathers and held.num_holders(num_params=num_params) > 0
+        if self.plan.stage.all_gathers_after_step:
+            num_known = len(self.parameters) + self.shards.num_views
+            self._is_aliased = self.unsharded_params.num_holders(num_known) > 0
 
     def enter_step(self, *, has_grads: bool = True, has_values: bool = True) -> None:
         """Points parameters at what is stepped, and `.grad` at its gradients, see `JointStep`.
@@ -401,6 +387,7 @@ class Bucket:
         self._joint.store(is_changed=is_changed)
         self.enter_idle_phase()
         self._joint.restore_grads()
+        self.writes.watch()
         if is_changed and all_gathers and self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
             self.end_step()
@@ -410,7 +397,7 @@ class Bucket:
 
         Collective.
         """
-        self.shards.mark_written()
+        self.shards.count_write()
         if self.plan.stage.all_gathers_after_step:
             self._pending = self.all_gather_into(self.unsharded_params.tensor)
 
@@ -465,6 +452,7 @@ class Bucket:
         self.unpin()
         self.has_views_installed = False
         self.restore_data_pointers()
+        self.writes.watch()
 
     def leave_device(self) -> None:
         """Guards replicated parameters while tiers/state_offload.py keeps their memory free.
@@ -481,31 +469,17 @@ class Bucket:
 
     # ---------------------------------------------------------------- writes by the user
 
-    def before_data_read(self, index: int) -> None:
-        """Called before the `.data` of slot `index` is returned while it is plain."""
-        is_watched = self.shards_params and self.phase is Phase.UNSHARDED
-        if is_watched and not self.has_views_installed:
-            self.writes.watch_values(index)  # writes to `.data` will have no version
-
     def sync_writes(self) -> None:
         """Syncs the user's writes to unsharded parameters, and replaced `.data`, into the masters.
+
+        Torch's pruning, for example, writes by `parameter.data = other`.
 
         Raises:
             ValueError: Replaced data has another shape or dtype; the parameter then has its own
                 again.
         """
-        self.detect_writes()
-        if not self.shards_params:
-            self.shards.sync_writes()
-
-    def detect_writes(self) -> None:
-        """As `sync_writes`, but only writes that are detected without reading values.
-
-        Torch's pruning, for example, writes by `parameter.data = other`.
-        """
-        if self.phase is not Phase.UNSHARDED or self.has_views_installed:
-            return
-        self.writes.sync(shards_params=self.shards_params)
+        if self.phase is Phase.UNSHARDED and not self.has_views_installed:
+            self.writes.sync()
 
     # ---------------------------------------------------------------- failures and the end
 
@@ -603,6 +577,4 @@ class Bucket:
         unwrap_parameters(self.plan, self.parameters, self.orig_dtypes, views, device)
         self.writes.detach_all()
         self.shards.drop()
-        if self.held_views.num_holders(num_params=0):
-            self.unsharded_params.replace_memory(copies=False)
-        self.unsharded_params.free()
+        self.unsharded_params.drop()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.core.bucket import Bucket, Phase
 from lightning_zero.core.lockstep import Lockstep
-from lightning_zero.core.writes import WriteDetector, own_elements
+from lightning_zero.core.writes import own_elements
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import (
     BetweenStepsError,
@@ -64,7 +64,7 @@ class BucketAccess:
                 holder=self,
                 ensure_unsharded=self._unshard_on_use,
                 set_grad=bucket.grads.param_grads.assign,
-                on_data_read=bucket.before_data_read,
+                on_data_read=bucket.writes.data_read.add,
             )
             set_placement(parameter, placement)
 
@@ -143,7 +143,7 @@ class BucketAccess:
             bucket.parameters[index].data = values  # synced by `reshard`
             return
         own = own_elements(values, slot, bucket.owned(index))
-        if bucket.is_saved_for_backward and bucket.held_views.num_holders(num_params=0):
+        if bucket.is_saved_for_backward:
             raise RuntimeError(
                 f"parameter.data of {slot.name} was set between a forward and its backward, which "
                 "needs the values that the forward used. Set it before the forward or after the "
@@ -189,28 +189,27 @@ class BucketAccess:
         if bucket.shards_params:
             bucket.unshard()
         bucket.wait_for_unshard()
-        num_holders_before = bucket.held_views.num_holders(num_params=len(bucket.parameters))
+        bucket.sync_writes()
+        bucket.writes.watch()
         bucket.pin()
-        detector, num_writes = WriteDetector(), bucket.shards.num_writes
-        detector.watch_values(bucket.parameters)
-        is_kept = False
+        num_writes, is_kept = bucket.shards.num_writes, False
         try:
             yield
             bucket.wait_for_all_steps()
             if bucket.shards.num_writes == num_writes:  # else the engine has written to them
-                self._check_unchanged(detector)
+                self._check_unchanged()
             is_kept = True
         finally:
             bucket.unpin()
             if not is_kept:
                 bucket.discard_unsharded()
             elif not was_unsharded:
-                bucket.reshard(num_holders_before=num_holders_before)
+                bucket.reshard()
 
-    def _check_unchanged(self, detector: WriteDetector) -> None:
+    def _check_unchanged(self) -> None:
         """Raises if a parameter was written to inside `reading`."""
         bucket = self.bucket
-        for index in detector.written(bucket.parameters):
+        for index in bucket.writes.changed():
             outcome = "is dropped" if bucket.shards_params else "stays on this rank"
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "

@@ -37,10 +37,8 @@ from enum import Enum
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.profiler import record_function
 
-from lightning_zero.comm.collectives import UserCollectiveMode
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.compiling import GradHider
@@ -59,7 +57,7 @@ from lightning_zero.tensors.guarded import (
     has_unmanaged_parameters,
 )
 
-__all__ = ["StepCoordinator", "TrainingState", "is_compiled"]
+__all__ = ["StepCoordinator", "TrainingState"]
 
 
 class TrainingState(Enum):
@@ -128,13 +126,6 @@ class StepCoordinator:
         self._has_forward = False  # one with gradients, since the last backward
         self._depth = 0  # of nested `open` calls: the strategy's, the root module's
         self._is_in_backward = self._is_lost = False
-        self._collectives = UserCollectiveMode(
-            self.order.barrier_before_collective, comm.control.watchdog
-        )
-        self._is_intercepting = False  # whether `_collectives` is entered
-        # The mode would make torch.compile compile its graphs again.
-        can_intercept = comm.size > 1 and self.unsharder.is_needed
-        self._can_intercept = can_intercept and not any(map(is_compiled, module.modules()))
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self.first_use = FirstUse(module, buckets)
         self._broadcasts_every_forward = broadcasts_every_forward
@@ -203,7 +194,6 @@ class StepCoordinator:
         for unit in self.units:
             if unit.stays_unsharded:
                 unit.note_graph()
-        self._intercept_collectives()
 
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
@@ -249,23 +239,10 @@ class StepCoordinator:
         self._state_offload.check(State.PARAM)
         self.first_use.begin_forward()
         for bucket in self._buckets:
-            bucket.detect_writes()
+            bucket.sync_writes()
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()
-
-    def _intercept_collectives(self) -> None:
-        """Intercepts collectives until `close`. See [Note: Collectives of the user]."""
-        if not self._can_intercept or self._is_intercepting:
-            return
-        if self.order.expects_collectives:
-            self._collectives.__enter__()
-            self._is_intercepting = True
-
-    def _stop_intercepting(self) -> None:
-        if self._is_intercepting:
-            self._is_intercepting = False
-            self._collectives.__exit__(None, None, None)
 
     def close(self) -> None:
         """Ends `open`. Reshards all units unless a backward follows."""
@@ -273,7 +250,6 @@ class StepCoordinator:
         if self._depth or self._is_in_backward:
             return
         self.first_use.end_forward()
-        self._stop_intercepting()
         self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
             self.unsharder.reshard_all()
@@ -487,7 +463,6 @@ class StepCoordinator:
             The first failure.
         """
         self._depth = 0
-        self._stop_intercepting()
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
         is_caught = error is None or isinstance(error, Exception)
@@ -525,22 +500,11 @@ class StepCoordinator:
             self._begin_backward_pass(self.reducer.trainable())
         self.order.flush_schedule()
 
-    def mark_compiled(self) -> None:
-        """Treats the module as compiled, because it is called inside a compiled one."""
-        self._can_intercept = False
-
     def mark_lost(self) -> None:
         """Leaves all parameters as they are; using one that is not unsharded raises an error."""
         for bucket in self._buckets:
             bucket.mark_lost()
         self._is_lost = True
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether `module` is compiled: `torch.compile`, `module.compile()` or a compiled method."""
-    if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
-        return True
-    return any(hasattr(value, "_torchdynamo_orig_callable") for value in vars(module).values())
 
 
 def _check_all_hooked(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ from torch.jit import ScriptModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.bucket_access import bucket_of
+from lightning_zero.core.bucket_access import BucketAccess, bucket_of
 from lightning_zero.core.coordinator import StepCoordinator
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
 from lightning_zero.core.recompute import drop_checkpointing
@@ -331,8 +331,9 @@ def _check_can_copy(module: nn.Module) -> None:
 
 
 def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
-    """Replaces sharded tensors by full tensors in a state dict. Collective between steps.
+    """Replaces parameters in a state dict that are sharded when idle. Collective between steps.
 
+    They become full copies in CPU memory: the memory of unsharded ones is freed after the step.
     Scripted modules have no hooks, so this is done for those directly below `module`, too.
     """
     for name, child in module.named_children():
@@ -340,9 +341,20 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
             _fill_state_dict(child, state_dict, f"{prefix}{name}.", None)
     for name, parameter in module._parameters.items():
         value = state_dict.get(prefix + name)
-        if isinstance(value, ShardedTensor) and parameter is not None:
-            placement = placement_of(parameter)
-            bucket, index = bucket_of(placement), placement.index
-            copied = value.full_copy("state_dict", bucket.orig_dtypes[index])
-            bucket.writes.watch_copy(index, copied)
-            state_dict[prefix + name] = copied
+        if parameter is None or value is None or value is parameter:
+            continue
+        if not has_placement(parameter):
+            continue
+        placement = placement_of(parameter)
+        if not isinstance(placement.holder, BucketAccess):
+            continue
+        bucket = placement.holder.bucket
+        dtype = bucket.orig_dtypes[placement.index]
+        if isinstance(value, ShardedTensor):
+            copied = value.full_copy("state_dict", dtype)
+        elif bucket.shards_params:
+            copied = value.to("cpu", dtype, copy=True)
+        else:
+            continue
+        bucket.writes.watch_copy(placement.index, copied)
+        state_dict[prefix + name] = copied

@@ -148,7 +148,6 @@ class Masters:
             self._shards.store_master(self._shards.own_slice_of(values))
             if bucket.unsharded_params.is_allocated:
                 bucket.unsharded_params.tensor.copy_(values.tensor)
-        self._shards.mark_written()
 
     # ---------------------------------------------------------------- views for the user
 

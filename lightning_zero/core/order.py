@@ -153,7 +153,6 @@ class CollectiveOrder:
         self._recorded.reset()
         self._was_reset = True  # until the other ranks compare it: the schedules are gone
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
-        self._has_collectives = False  # of the user's, within a pass
         self.is_issuing = False
 
     def flush_schedule(self) -> None:
@@ -461,25 +460,6 @@ class CollectiveOrder:
             reduction_order=one.unreduced(),
             ready=one.ready,
         )
-
-    @property
-    def expects_collectives(self) -> bool:
-        """Whether to watch for collectives of the user's in this pass; the same on every rank.
-
-        Not if no pass has had one, and no rank is expected to deviate from the schedule: all ranks
-        have replayed it before, and have never requested different units.
-        """
-        one = self._pass
-        if one is None or not self._has_units:
-            return False
-        if self._has_collectives or self._recorded.have_ranks_differed:
-            return True
-        return one.schedule is None or not self._recorded.has_matched(one.key)
-
-    def barrier_before_collective(self, name: str) -> None:
-        """As `barrier`, before a collective of the user's within a pass."""
-        self._has_collectives = True
-        self.barrier(name)
 
     def close_pass(self, name: str) -> None:
         """Runs `barrier` and ends the pass if one is open. Collective.

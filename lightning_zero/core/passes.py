@@ -199,13 +199,11 @@ class _Recording:
     Attributes:
         schedule: The schedule; None: there is none, or it has been dropped.
         digest: Hash of the all-gathers of the last pass without a schedule.
-        has_matched: Whether all ranks have replayed a schedule.
     """
 
     def __init__(self) -> None:
         self.schedule: tuple[int, ...] | None = None
         self.digest: int | None = None
-        self.has_matched = False
         self._gathered = b""  # units that the schedule unshards, in the form of `Pass.used`
         self._num_mismatches = 0  # in a row
 
@@ -220,7 +218,6 @@ class _Recording:
     def replay(self, used: bytes, *, has_deviated: bool) -> None:
         """Judges the schedule after a pass; drops it after several passes without a match."""
         is_match = not has_deviated and not any(map(gt, self._gathered, used))
-        self.has_matched |= is_match
         self._num_mismatches = 0 if is_match else self._num_mismatches + 1
         if self._num_mismatches == _MAX_MISMATCHES:
             self.schedule = None
@@ -236,7 +233,6 @@ class RecordedSchedules:
     Attributes:
         last: Hash of the all-gathers of the last training pass, and of the units that any rank used
             in it; 0: there was none.
-        have_ranks_differed: Whether some rank has requested other units than the others.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
@@ -249,7 +245,6 @@ class RecordedSchedules:
         """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
         self.last = 0
-        self.have_ranks_differed = False
         # Key of the last training passes, and how many in a row had it.
         self._run: tuple[int | None, int] = (None, 0)
         self._changes: dict[tuple[int | None, int], int] = {}  # the other key that followed a run
@@ -271,19 +266,11 @@ class RecordedSchedules:
         recording = self._recordings.get(key) if key is not None else None
         return recording.schedule if recording is not None else None
 
-    def has_matched(self, key: int | None) -> bool:
-        """Whether all ranks have replayed the schedule of `key`."""
-        recording = self._recordings.get(key) if key is not None else None
-        return recording is not None and recording.has_matched
-
     def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
         """Records a pass that has ended; called at a boundary.
 
         A training pass that other ranks may leave out does not count as the last one.
         """
-        if not one.is_uneven:
-            differs = tally.lowest.has_deviated < tally.highest.has_deviated
-            self.have_ranks_differed |= differs or not one.is_same_on_all_ranks
         if one.key is None:
             return
         if max(len(self._recordings), len(self._changes)) > _MAX_KEYS:

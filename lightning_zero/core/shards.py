@@ -17,7 +17,6 @@ from torch.profiler import record_function
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.full_tensors import FullTensors
-from lightning_zero.core.writes import WriteDetector
 from lightning_zero.layout.flat import OwnedLayout, ShardLayout
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan, Master
@@ -93,10 +92,8 @@ class Shards:
         self.keeps_states_in_files = False
         self.num_writes = 0
         self.state_stores: dict[str, ShardStore] = {}
-        # Old memory of the unsharded buffer that users hold, and the master it was rounded from.
-        self._previous_master: tuple[StorageWeakRef, Tensor] | None = None
-        # Watches `own_slice` since it was last rounded from an offloaded master.
-        self._detector: WriteDetector | None = None
+        # Old memory of the unsharded buffer that users hold, and the masters it was rounded from.
+        self._previous_masters: list[tuple[StorageWeakRef, Tensor]] = []
 
     # ---------------------------------------------------------------- which elements
 
@@ -123,16 +120,22 @@ class Shards:
         """Number of views of the unsharded buffer that this object keeps."""
         return int(self.all_gather_input is None and not self.replicates_optim)
 
+    @property
+    def are_copies(self) -> bool:
+        """Whether own elements are stored in other memory than the unsharded buffer."""
+        return self.all_gather_input is not None or self.separate_master is not None
+
     def rebind_to_unsharded(self, old: Tensor) -> None:
-        """Switches to the new memory of the unsharded buffer; users hold the old memory, `old`.
+        """Switches to the new memory of the unsharded buffer; users may hold the old memory, `old`.
 
         Users may assign `old` back. Its values are rounded from the current master, which is then
         restored.
         """
-        store = self._master_of_replicated
-        if store is not None:
+        store = self.separate_master
+        if store is not None and self.all_gather_input is None:
             held = StorageWeakRef(old.untyped_storage())
-            self._previous_master = held, store.fetch(0, store.numel).clone()
+            self._drop_previous_masters()
+            self._previous_masters.append((held, store.fetch(0, store.numel).clone()))
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
             self.param_shard.rebind(self.own_slice)
@@ -214,7 +217,7 @@ class Shards:
 
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
-        self.num_writes += 1
+        self.count_write()
         self.before_write()
         self.master_or_param.write(0, values)
         self.cast_master()
@@ -227,7 +230,6 @@ class Shards:
         self.stop_reading()
         with record_function(f"zero::cast {self.plan.name}"):
             self.param_shard.write(0, master.fetch(0, master.numel))
-        self.mark_written()
 
     def all_gather_source(self) -> Source | None:
         """Shard that this rank sends in an all-gather; None: it is in the unsharded buffer."""
@@ -237,6 +239,10 @@ class Shards:
         if isinstance(self.all_gather_input, MemoryShardStore):
             return self.all_gather_input.tensor
         return None
+
+    def count_write(self) -> None:
+        """Counts a write of the engine to all values."""
+        self.num_writes += 1
 
     def before_write(self) -> None:
         """Before the shard is written: ends reads of its file and its copies to the device."""
@@ -250,41 +256,19 @@ class Shards:
 
     # ---------------------------------------------------------------- writes by the user
 
-    @property
-    def _master_of_replicated(self) -> ShardStore | None:
-        """The master, if it is a tensor other than replicated parameters."""
-        return self.separate_master if self.all_gather_input is None else None
+    def differ(self, index: int, values: Tensor) -> bool:
+        """Whether `values` are other own elements of slot `index` than the rounded stored ones.
 
-    def sync_writes(self) -> None:
-        """Copies in-place writes to replicated parameters into the master, if it is another tensor.
-
-        Averaged weights that a callback swaps in, or `p.data.clamp_()`, write to the unsharded
-        parameters. Elements that are still the rounded master leave the master as it is.
+        `values`: 1-D, any dtype.
         """
-        store = self._master_of_replicated
-        if store is None:
-            return
-        own = self.own_slice  # not before: on CUDA, freed memory has no slices
-        if self._detector is not None and not self._detector.written([own]):
-            return
-        master = store.fetch(0, own.numel())
-        values = own.to(master.device)
-        with torch.no_grad():
-            is_changed, updated = values != master.to(own.dtype), values.to(master.dtype)
-            if self._previous_master is not None and self._previous_master[0].expired():
-                self._previous_master = None
-            if self._previous_master is not None:
-                former = self._previous_master[1]
-                updated = torch.where(values == former.to(own.dtype), former, updated)
-            # On a device, `any` synchronizes, which costs more than writing in every case.
-            if master.device.type != "cpu" or is_changed.any():
-                torch.where(is_changed, updated, master, out=master)
-                store.write(0, master)
+        stored = self.values(index).to(values.device, values.dtype)
+        return not torch.equal(values.view(torch.uint8), stored.view(torch.uint8))  # also NaN
 
     def assign(self, index: int, values: Tensor) -> None:
         """Writes this rank's elements of slot `index`, which the user has set: 1-D, any dtype.
 
-        Elements that are still the rounded master leave the master as it is.
+        Elements that are still the rounded master leave the master as it is, and those that are a
+        rounded former master restore that one.
         """
         own = self.layout.ranges[index]
         if not own:
@@ -293,20 +277,20 @@ class Shards:
         master = self.master_or_param.fetch(own.start, own.stop)
         values = values.to(master.device)
         with torch.no_grad():
-            is_changed = values != master.to(values.dtype)
-            self._write(own.start, torch.where(is_changed, values.to(master.dtype), master))
+            is_changed, updated = values != master.to(values.dtype), values.to(master.dtype)
+            # On a device, `any` synchronizes, which costs more than writing in every case.
+            if master.device.type == "cpu" and not is_changed.any():
+                return
+            self._drop_previous_masters()
+            for _, former in self._previous_masters:
+                part = former[own.start : own.stop]
+                updated = torch.where(values == part.to(values.dtype), part, updated)
+            self._write(own.start, torch.where(is_changed, updated, master))
 
-    def mark_written(self) -> None:
-        """Marks the parameters as written by the engine.
-
-        Watches replicated parameters with an offloaded master, so that the check for writes does
-        not read the master.
-        """
-        self.num_writes += 1
-        store = self._master_of_replicated
-        if store is not None and self.storage.is_offloaded(store.tier):
-            self._detector = WriteDetector()
-            self._detector.watch_values([self.own_slice])
+    def _drop_previous_masters(self) -> None:
+        """Drops those whose memory no tensor uses any more."""
+        held = [pair for pair in self._previous_masters if not pair[0].expired()]
+        self._previous_masters = held
 
     # ---------------------------------------------------------------- optimizer states
 

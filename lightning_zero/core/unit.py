@@ -189,7 +189,7 @@ class Unit:
         for value in values:
             if isinstance(value, Tensor):
                 for bucket in self.buckets:
-                    if bucket.held_views.aliases(value):
+                    if bucket.unsharded_params.aliases(value):
                         return True
         return False
 

@@ -37,7 +37,7 @@ from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.guarded import has_placement
 from lightning_zero.tensors.partial import partial_of
-from lightning_zero.tensors.ties import alias_texts, tie_shared
+from lightning_zero.tensors.ties import alias_texts, check_memory
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
 from lightning_zero.tiers.threads import set_step_threads
@@ -123,8 +123,8 @@ def _check(
 ) -> Arguments:
     """Checks the arguments of an engine. Local."""
     opts = as_optimizers(optimizers)
-    warned = tie_shared(module, {p for optimizer in opts for p in parameters_of(optimizer)})
-    warned += alias_texts(module)
+    check_memory(module)
+    warned = alias_texts(module)
     device = _find_device(module, device)
     warned += queue_warnings(device) if config.separates_gathers else []
     warned += set_step_threads(device) if config.offload_optimizer is not None else []

@@ -39,14 +39,12 @@ class ZeroModule(nn.Module):
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(args, kwargs, is_compiled=torch.compiler.is_compiling())
+        return self._call(*args, **kwargs)
 
     # `fabric.setup(torch.compile(module))` compiles this module, but gave the strategy the other
     # one as it was before. So the graphs begin inside of that one.
     @torch.compiler.disable(recursive=False)
-    def _call(self, args: Any, kwargs: Any, *, is_compiled: bool) -> Any:
-        if is_compiled:
-            self.engine.coordinator.mark_compiled()
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         # A frozen module, such as a teacher, has no backward that would end its forward.
         with nullcontext() if self._needs_graph(args, kwargs) else torch.no_grad():
             output = self.module(*args, **kwargs)

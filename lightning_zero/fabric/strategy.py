@@ -53,7 +53,6 @@ from lightning_zero.strategy.saving import (
     why_sharded,
 )
 from lightning_zero.strategy.settings import Hardware, Settings, check_memory_together
-from lightning_zero.tensors.ties import tie_shared
 
 __all__ = ["ZeroStrategy"]
 
@@ -263,7 +262,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
                 raise ValueError(f"{type(module).__name__} has no parameters to optimize.")
             return module, [], scheduler
         self._enter_collective("the set-up of a module")
-        tie_shared(module)
         precision = self.precision
         hardware = Hardware(self.root_device, self.world_size, self.num_processes)
         dtype = autocast_dtype(precision)

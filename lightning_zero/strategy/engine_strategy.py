@@ -75,7 +75,7 @@ from lightning_zero.tensors.meta import (
     clear_pending_values,
     is_dropped,
 )
-from lightning_zero.tensors.ties import tie_shared
+from lightning_zero.tensors.ties import check_memory
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["REGROUP_TIMEOUT", "EngineStrategy", "UnshardAfterFit", "run_state"]
@@ -191,7 +191,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def connect(self, model: LightningModule) -> None:
         _refuse_module(model, is_ours=self._engine is not None)
-        _tie(model)
+        check_memory(model)
         super().connect(model)
 
     @contextmanager
@@ -235,7 +235,6 @@ class EngineStrategy(ProcessStrategy):
         self._watched_by = self._watchdog
         self._has_regrouped = self._keeps_full_module = None  # state of the previous run
         check_none_dropped(self.model)
-        _tie(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.model = self._with_synced_layers(trainer.lightning_module)
@@ -589,12 +588,6 @@ def _refuse_module(module: LightningModule, *, is_ours: bool) -> None:
     builds_later = any(is_overridden(hook, module) for hook in ("setup", "configure_model"))
     if not builds_later:
         check_has_parameters(module)
-
-
-def _tie(module: nn.Module) -> None:
-    """Makes parameters that share memory one parameter, before optimizers are created."""
-    for text in tie_shared(module):
-        rank_zero_warn(text)
 
 
 def _refuse_callbacks(callbacks: Iterable[Callback], config: ZeroConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 
@@ -11,8 +10,9 @@ from torch import Tensor, UntypedStorage
 
 from lightning_zero.layout.flat import FlatLayout
 from lightning_zero.tensors.freed import free, refill
+from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["FlatBuffer", "ScratchPool", "is_flat_buffer_view", "views_of", "promoted_dtype"]
+__all__ = ["FlatBuffer", "ScratchPool", "is_flat_buffer_view", "promoted_dtype"]
 
 _MARK = "_is_flat_buffer"  # set on the storage's Python object, which lives as long as the storage
 
@@ -26,10 +26,10 @@ class FlatBuffer:
     object new memory, and a view saved in forward sees the values gathered for backward. Version
     counters do not change, because the values are the same.
 
-    [Note: Memory that others hold] Users take views too: `p.detach()`, the values of
-    `state_dict()`. Before all values are replaced, or the memory is freed permanently, the buffer
-    moves to a new storage (`replace_memory`), and the views of users keep the old memory with its
-    values. `num_holders` counts such views. It cannot distinguish a user's view from a saved one.
+    [Note: Memory that others hold] Users take views too: `p.detach()`. Where they may assign one
+    back as `p.data`, the buffer moves to new memory (`replace_memory`), and their views keep the
+    old values. Otherwise they follow the buffer, and cannot be read while it is freed (freed.py).
+    In place of a permanent `free`, `drop` leaves the memory to them.
 
     Attributes:
         layout: Layout of the flat buffer.
@@ -88,6 +88,26 @@ class FlatBuffer:
             self._spare = free(storage, self._spare)
             self.is_allocated = False
 
+    @property
+    def has_arrays(self) -> bool:
+        """Whether NumPy has, or had, a view of the memory, which keeps its address for good."""
+        return self.is_allocated and not self.tensor.untyped_storage().resizable()
+
+    def drop(self) -> None:
+        """Leaves the memory to the views that others hold; the buffer is empty then."""
+        self.tensor = self.tensor.new_empty(0)
+        self.views, self._gaps, self._spare = [], [], None
+        self.is_allocated = False
+
+    def aliases(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is a view of this memory."""
+        if tensor.layout is not torch.strided or isinstance(tensor, LazyTensor):
+            return False
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        storage = self.tensor.untyped_storage()
+        return bool(tensor.untyped_storage()._cdata == storage._cdata)
+
     def num_holders(self, num_known: int) -> int:
         """Number of tensors on this memory besides the buffer's own and `num_known` others."""
         storage = self.tensor.untyped_storage()
@@ -95,17 +115,15 @@ class FlatBuffer:
         num_users: int = torch._C._storage_Use_Count(storage._cdata)
         return num_users - own - num_known
 
-    def replace_memory(self, *, copies: bool) -> None:
-        """Moves the buffer to new memory; views that users hold keep the old memory.
+    def replace_memory(self) -> Tensor:
+        """Moves the buffer to new memory with the same values; views of users keep the old memory.
 
-        Args:
-            copies: Copy the values; else the memory is uninitialized except for zero padding.
+        Returns:
+            A tensor on the old memory.
         """
         old = self.tensor
-        self.is_allocated = True
-        self._create_views(torch.empty_like(old))
-        if copies:
-            self.tensor.copy_(old)
+        self._create_views(old.clone())
+        return old
 
     def shard(self, rank: int) -> Tensor:
         """Shard of `rank`, a 1-D view."""
@@ -116,26 +134,6 @@ class FlatBuffer:
 def is_flat_buffer_view(tensor: Tensor) -> bool:
     """Whether a strided tensor is a view of some `FlatBuffer`, which may free its memory."""
     return hasattr(tensor.untyped_storage(), _MARK)
-
-
-def views_of(tensor: Tensor) -> list[tuple[Tensor, int]]:
-    """All Python tensors on the storage of `tensor`, each with its offset in elements.
-
-    Searches all objects of the garbage collector, which is slow.
-    """
-    storage = tensor.untyped_storage()._cdata
-    found = []
-    with torch._C.DisableTorchFunctionSubclass():  # else guarded parameters would be unsharded
-        for one in gc.get_objects():
-            if not issubclass(type(one), Tensor):
-                continue
-            try:
-                if Tensor.untyped_storage(one)._cdata == storage:
-                    offset = Tensor.storage_offset(one) * Tensor.element_size(one)
-                    found.append((one, offset // tensor.element_size()))
-            except (RuntimeError, NotImplementedError):
-                continue  # no storage
-    return found
 
 
 class ScratchPool:

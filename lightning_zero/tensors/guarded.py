@@ -10,9 +10,10 @@ and gradient, or an error with its name, but never a shard. Metadata (shape, dty
 of the unsharded parameter and needs no communication. Between steps, a use does not unshard the
 parameter: it acts on the sharded `.data` (sharded.py), unless autograd has to record it.
 
-[Note: `.data` has no version] Writes to `parameter` or `parameter.detach()` increment its version
-counter. `parameter.data` has its own counter, and the tensor assigned to it may be sharded. So the
-plain class has its own `data` property, which first calls the holder.
+[Note: `.data` shares the version] In torch, `parameter.data` has a version counter of its own. The
+plain class has a `data` property that is `parameter.detach()`, whose writes increment the counter
+of the parameter: so they are found, and between a forward and its backward they are torch's error
+about tensors "modified by an inplace operation".
 
 [Note: Plain copies] `copy.deepcopy` and `pickle` look up their methods on the object first. A
 parameter of an engine has its own, so that its copy is an ordinary parameter in its original dtype
@@ -224,14 +225,14 @@ def data_of(parameter: Tensor) -> Tensor:
 
 @cache
 def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
-    """Class of an unsharded parameter. See [Note: `.data` has no version]."""
+    """Class of an unsharded parameter. See [Note: `.data` shares the version]."""
 
     def get(self: nn.Parameter) -> Tensor:
         placement = self.__dict__.get(_ATTRIBUTE)
-        if placement is not None and placement.on_data_read is not None:
-            placement.on_data_read(placement.index)
-        data: Tensor = raw_data(self)
-        return data
+        if placement is None or placement.on_data_read is None:
+            return raw_data(self)
+        placement.on_data_read(placement.index)
+        return self.detach()
 
     def put(self: nn.Parameter, values: Tensor) -> None:
         if isinstance(values, GuardedParameter):

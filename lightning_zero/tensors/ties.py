@@ -1,15 +1,13 @@
-"""Parameters that share memory are tied; other tensors that share it are refused or reported.
+"""Refuses parameters that share memory with other tensors.
 
 [Note: Ties] A parameter that several modules hold is one parameter: it has one gradient and one
 step. `head.weight.data = embedding.weight.data` makes two parameters that share memory; an engine
-would shard both, and they would diverge. If both have the same elements in the same shape, they are
-tied: the modules then hold the same object. Any other parameter or buffer that shares memory is
-refused. Views of NumPy cannot be detected.
+would shard both, and they would diverge. Views of NumPy cannot be detected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_zero.tensors.guarded import has_placement
 
-__all__ = ["alias_texts", "tie_shared"]
+__all__ = ["alias_texts", "check_memory"]
 
 
 @dataclass(frozen=True)
@@ -39,16 +37,10 @@ class _MemoryRange:
     start: int
     stop: int
 
-    def matches(self, other: _MemoryRange) -> bool:
-        """Whether both tensors have the same elements in the same order."""
-        one, two = self.tensor, other.tensor
-        is_same = self.start == other.start and one.dtype is two.dtype
-        return is_same and one.shape == two.shape and one.stride() == two.stride()
-
     def overlaps(self, other: _MemoryRange) -> bool:
         """Whether two tensors whose address ranges intersect share an element."""
         one, two = self.tensor, other.tensor
-        if self.matches(other) or one.element_size() != two.element_size():
+        if one.element_size() != two.element_size():
             return True
         size = one.element_size()
         if (self.start - other.start) % size or (one.is_contiguous() and two.is_contiguous()):
@@ -65,78 +57,26 @@ class _MemoryRange:
         return bool(views[1].any())
 
 
-def tie_shared(module: nn.Module, preferred: Container[nn.Parameter] = ()) -> list[str]:
-    """Ties parameters of `module` that share memory. See [Note: Ties].
+def check_memory(module: nn.Module) -> None:
+    """Checks that no parameter shares memory with another tensor. See [Note: Ties].
 
-    Args:
-        module: Parameters that already belong to an engine are skipped.
-        preferred: Parameters of optimizers; of two tied parameters, the one in here is kept.
-
-    Returns:
-        A sentence for each tie.
+    Parameters that belong to an engine already are skipped.
 
     Raises:
-        ValueError: Two tensors share memory in another way; optimizers have both parameters; or a
-            trainable parameter contains an element several times.
+        ValueError: A parameter shares memory with another parameter or a buffer, or a trainable one
+            contains an element several times.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for one in _memory_of(module):
+        memory = list(_memory_of(module))
+        for one in memory:
             _check_each_element_once(one)
-        texts: list[str] = []
-        while pairs := list(_pairs(list(_memory_of(module)))):
-            for tie in [_Tie.of(one, other, preferred) for one, other in pairs]:
-                tie.make(module)
-                texts.append(tie.text)
-    return texts
-
-
-@dataclass(frozen=True)
-class _Tie:
-    """Two parameters that become one."""
-
-    kept: _MemoryRange
-    dropped: _MemoryRange
-
-    @classmethod
-    def of(cls, one: _MemoryRange, other: _MemoryRange, preferred: Container[nn.Parameter]) -> _Tie:
-        """Chooses the parameter to keep; raises ValueError if the two cannot be tied."""
-        are_equal = type(one.tensor) is type(other.tensor) and one.matches(other)
-        are_parameters = isinstance(one.tensor, nn.Parameter)
-        if not are_equal or not are_parameters:
+        for first, second in _pairs(memory):
             raise ValueError(
-                f"{other.name} shares memory with {one.name}, but is not a parameter of the same "
-                "shape: after sharding, they would diverge at the first step. To tie two "
-                "parameters, let both modules hold the same one, as in head.weight = "
-                "embedding.weight; compute any other view in forward, or copy the values: "
-                "tensor.clone()."
+                f"{second.name} shares memory with {first.name}: after sharding they would diverge "
+                "at the first step. To tie two parameters, let both modules hold the same object, "
+                "head.weight = embedding.weight, before the optimizer is created; compute any "
+                "other view in forward, or copy the values: tensor.clone()."
             )
-        if one.tensor.requires_grad != other.tensor.requires_grad:
-            raise ValueError(
-                f"{one.name} and {other.name} share memory, and one of them is frozen; tie them "
-                "by holding the same parameter, as in head.weight = embedding.weight, or copy the "
-                "values of one: tensor.clone()."
-            )
-        if one.tensor in preferred and other.tensor in preferred:
-            raise ValueError(
-                f"the optimizers have {one.name} and {other.name}, which share memory: it would "
-                "be stepped twice. Tie them before the optimizer is created: let both modules "
-                "hold the same parameter, as in head.weight = embedding.weight."
-            )
-        return cls(other, one) if other.tensor in preferred else cls(one, other)
-
-    @property
-    def text(self) -> str:
-        return (
-            f"{self.kept.name} and {self.dropped.name} share memory: they are now one parameter, "
-            "with one gradient and one step, as after head.weight = embedding.weight."
-        )
-
-    def make(self, module: nn.Module) -> None:
-        """Replaces the dropped parameter in all modules."""
-        for holder in module.modules():
-            for key, parameter in list(holder._parameters.items()):
-                if parameter is self.dropped.tensor:
-                    setattr(holder, key, self.kept.tensor)
 
 
 def alias_texts(module: nn.Module) -> list[str]:
@@ -223,19 +163,13 @@ def _check_each_element_once(memory: _MemoryRange) -> None:
 
 
 def _pairs(memory: list[_MemoryRange]) -> Iterator[tuple[_MemoryRange, _MemoryRange]]:
-    """Pairs that share an element, where the first one (in the order of `memory`) is a parameter.
-
-    Several equal ranges each give a pair with the first of them.
-    """
+    """Pairs that share an element, where the first (in the order of `memory`) is a parameter."""
     order = {id(one): index for index, one in enumerate(memory)}
     reach: list[_MemoryRange] = []  # ranges that may extend beyond the next start
     for one in sorted(memory, key=lambda one: (one.space, one.start, order[id(one)])):
         reach = [other for other in reach if other.space == one.space and other.stop > one.start]
-        is_new = True
         for other in reach:
             first, second = sorted((one, other), key=lambda one: order[id(one)])
             if isinstance(first.tensor, nn.Parameter) and first.overlaps(second):
                 yield first, second
-                is_new &= not first.matches(second)
-        if is_new:
-            reach.append(one)
+        reach.append(one)

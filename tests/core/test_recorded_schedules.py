@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig
+from lightning_zero import Engine, ZeroConfig, before_collective
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
 from tests.core.test_branches import WIDTH, Block
@@ -33,6 +33,7 @@ class Net(nn.Module):
         for index in order:
             x = self.blocks[index](x)
         if has_collective:
+            before_collective(self)
             dist.all_reduce(x.detach().clone())
         return self.last(x)
 

@@ -477,7 +477,7 @@ def _put_wrong_data(rank, world_size):
         assert engine.coordinator.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
-        assert engine.buckets[0].held_views.aliases(module[0].weight.data)
+        assert engine.buckets[0].unsharded_params.aliases(module[0].weight.data)
     engine.close()
 
 

@@ -36,7 +36,6 @@ BLOCKS = (
     "batch norm",
     "own parameter",
     "tied",
-    "tied by storage",
     "branch",
     "unused",
     "checkpointed",
@@ -55,7 +54,7 @@ OPTIMIZERS = {
 }
 # What may happen in a step, at four moments: in the first forward, between backward and step,
 # after the step with gradients, and after they were zeroed.
-IN_FORWARD = ("hold alias", "clamp data")
+IN_FORWARD = ("hold alias",)
 BEFORE_STEP = ("clip norm", "clip value", "forward without gradients", "scale data")
 AFTER_STEP = ("hold gradient",)
 BETWEEN = (
@@ -137,15 +136,14 @@ def _draw_settings(draw: random.Random, world_size: int) -> dict[str, Any]:
 class Block(nn.Module):
     """One repeated block, of one of the kinds in `BLOCKS`."""
 
-    def __init__(self, kind: str, *, is_sharded: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         # A bias before a batch norm has a gradient of rounding errors, which Adafactor scales up.
         self.first = nn.Linear(WIDTH, WIDTH, bias=kind != "batch norm")
-        if kind in ("tied", "tied by storage", "branch", "unused"):
+        if kind in ("tied", "branch", "unused"):
             self.second = nn.Linear(WIDTH, WIDTH)
-        # An engine makes one parameter of two that share their storage.
-        if kind == "tied" or (kind == "tied by storage" and not is_sharded):
+        if kind == "tied":
             self.second.weight = self.first.weight
         if kind == "norm":
             self.norm = nn.LayerNorm(WIDTH)
@@ -165,7 +163,7 @@ class Block(nn.Module):
         y = self.first(x)
         if self.kind == "in place":
             return y.relu_()
-        if self.kind in ("tied", "tied by storage"):
+        if self.kind == "tied":
             y = self.second(torch.tanh(y))
         elif self.kind == "branch" and x.detach().sum() > 0:
             y = self.second(y)
@@ -181,18 +179,13 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between two layers; returns a loss."""
 
-    def __init__(
-        self, program: Program, *, is_sharded: bool, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, program: Program, device: torch.device | str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(program.seed)
         self.begin = nn.Linear(3, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind, is_sharded=is_sharded) for kind in program.blocks)
+        self.blocks = nn.ModuleList(Block(kind) for kind in program.blocks)
         self.end = nn.Linear(WIDTH, 1)
         self.to(device, torch.float64)
-        for block in self.blocks:
-            if block.kind == "tied by storage" and is_sharded:
-                block.second.weight.data = block.first.weight.data
         self.in_forward: list[Any] = []  # called in the next forward
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, 2, 3)
@@ -205,16 +198,6 @@ class Model(nn.Module):
         for call in calls:
             call()
         return self.end(y).square().mean()
-
-
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that ties by storage leave, in order."""
-    found: list[nn.Parameter] = []
-    tied = {f"blocks.{i}.second.weight" for i, b in enumerate(module.blocks) if "tied" in b.kind}
-    for name, parameter in module.named_parameters():
-        if name not in tied:
-            found.append(parameter)
-    return found
 
 
 def _batch(program: Program, rank: int, step: int, micro_batch: int) -> Tensor:
@@ -238,8 +221,8 @@ class Side:
 
     @classmethod
     def begin(cls, program: Program, device: str = "cpu", **more: Any) -> Any:
-        module = Model(program, is_sharded=cls is Sharded, device=device)
-        optimizer = OPTIMIZERS[program.optimizer](_parameters(module))
+        module = Model(program, device)
+        optimizer = OPTIMIZERS[program.optimizer](module.parameters())
         return cls(program, module, optimizer, device, **more)
 
     def run(self) -> list[tuple[str, float]]:
@@ -269,7 +252,7 @@ class Side:
 
     def act(self, name: str, number: int, choice: int) -> None:
         """Performs the action `name` in the same way on both sides, as a user would write it."""
-        parameters = _parameters(self.module)
+        parameters = list(self.module.parameters())
         p = parameters[choice % len(parameters)]
         same_shape = [q for q in parameters if q is not p and q.shape == p.shape]
         match name:
@@ -277,8 +260,6 @@ class Side:
                 self.held.append(p.detach())
             case "hold gradient":
                 self.hold_gradient(p)
-            case "clamp data":
-                p.data.clamp_(-0.1, 0.1)
             case "scale data":
                 p.data.mul_(0.9)
             case "assign data":
@@ -308,7 +289,7 @@ class Side:
                 self.note(name, [v for k, v in state.items() if "norm" not in k])
             case "deepcopy":
                 copied = copy.deepcopy(self.module)
-                self.note(name, [q.detach() for q in _parameters(copied)])
+                self.note(name, [q.detach() for q in copied.parameters()])
             case "new engine":
                 self.renew()
 
@@ -317,15 +298,15 @@ class Plain(Side):
     """One process that computes for all ranks."""
 
     def backward(self, number: int, step: Step) -> None:
-        parameters = [p for p in _parameters(self.module) if p.requires_grad]
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
         size = self.program.world_size
         sums: list[Tensor | None] = [None] * len(parameters)
         calls, self.module.in_forward = self.module.in_forward, []
-        before = [p.data.clone() for p in _parameters(self.module)]
+        before = [p.data.clone() for p in self.module.parameters()]
         for micro_batch in range(step.num_micro_batches):
             for rank in range(size):
                 if micro_batch == 0 and calls:  # each rank writes in its own first forward
-                    for parameter, values in zip(_parameters(self.module), before, strict=True):
+                    for parameter, values in zip(self.module.parameters(), before, strict=True):
                         parameter.data.copy_(values)
                     self.module.in_forward = list(calls)
                 loss = self.module(self.batch(rank, number, micro_batch))
@@ -348,10 +329,10 @@ class Plain(Side):
         self.optimizer.zero_grad(sets_to_none)
 
     def clip_norm(self, limit: float) -> None:
-        self.note("norm", [nn.utils.clip_grad_norm_(_parameters(self.module), limit)])
+        self.note("norm", [nn.utils.clip_grad_norm_(self.module.parameters(), limit)])
 
     def clip_value(self, limit: float) -> None:
-        nn.utils.clip_grad_value_(_parameters(self.module), limit)
+        nn.utils.clip_grad_value_(self.module.parameters(), limit)
 
     def hold_gradient(self, p: nn.Parameter) -> None:
         if p.grad is not None:
@@ -364,7 +345,7 @@ class Plain(Side):
                 self.seen.append((f"loss of rank {rank}", loss.item()))
 
     def values(self) -> list[Tensor]:
-        return [p.detach() for p in _parameters(self.module)]
+        return [p.detach() for p in self.module.parameters()]
 
     def renew(self) -> None:
         """Nothing ends where nothing is sharded."""
@@ -421,7 +402,7 @@ class Sharded(Side):
         for tensor in self.held if self.device == "cpu" else ():
             tensor.sum()
         with gathered(self.module):
-            return [p.detach().clone() for p in _parameters(self.module)]
+            return [p.detach().clone() for p in self.module.parameters()]
 
     def renew(self) -> None:
         """Saves, and goes on from the files in a new module with other settings."""
@@ -431,15 +412,15 @@ class Sharded(Side):
         name = f"{self.program.seed}.{self.num_engines}.pt"
         if self.rank == 0:
             torch.save((state, states), name)
-        trained = [p.requires_grad for p in _parameters(self.module)]
+        trained = [p.requires_grad for p in self.module.parameters()]
         self.engine.comm.control.gather_objects(None)  # the file is there
         self.engine.close()
         state, states = torch.load(name)
-        self.module = Model(self.program, is_sharded=True, device=self.device)
+        self.module = Model(self.program, self.device)
         self.module.load_state_dict(state)
-        for parameter, is_trained in zip(_parameters(self.module), trained, strict=True):
+        for parameter, is_trained in zip(self.module.parameters(), trained, strict=True):
             parameter.requires_grad_(is_trained)
-        self.optimizer = OPTIMIZERS[self.program.optimizer](_parameters(self.module))
+        self.optimizer = OPTIMIZERS[self.program.optimizer](self.module.parameters())
         self._open()
         load_optimizer_state_dict(self.optimizer, self.engine.buckets, states)
 

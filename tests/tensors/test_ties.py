@@ -1,9 +1,8 @@
-"""Parameters that share memory are tied; other tensors that share memory are refused."""
+"""Parameters are tied by object; parameters that share memory are refused."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 
 import pytest
@@ -11,10 +10,11 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.tensors.ties import alias_texts, tie_shared
+from lightning_zero.tensors.ties import alias_texts, check_memory
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.support.models import Recorder
+from tests.support.ranks import RankError
 
 
 class Net(nn.Module):
@@ -53,40 +53,6 @@ def from_one_array(net):
     net.embedding.weight.data = torch.from_numpy(array)
 
 
-@pytest.mark.parametrize(
-    ("tie", "device"),
-    [
-        (by_data, "cpu"),
-        (by_data, "meta"),
-        (anew, "meta"),
-        (of_three, "cpu"),
-        (from_one_array, "cpu"),
-    ],
-)
-def test_parameters_of_the_same_memory_become_one_that_has_all_names(tie, device):
-    with torch.device(device):
-        net = Net()
-    tie(net)
-    names = list(net.state_dict())
-    texts = tie_shared(net)
-    assert net.head.weight is net.embedding.weight
-    assert (net.between.weight is net.head.weight) == (tie is of_three)
-    assert list(net.state_dict()) == names
-    assert "embedding.weight and parameter" in texts[0]
-    assert len(texts) == 1 + (tie is of_three)
-    assert tie_shared(net) == []
-
-
-def test_the_parameter_that_an_optimizer_has_stays():
-    net = Net()
-    by_data(net)
-    optimizer = torch.optim.SGD([net.head.weight, *net.between.parameters()], lr=0.1)
-    head = net.head.weight
-    with pytest.warns(UserWarning, match="they are now one parameter"):
-        Engine(net, [optimizer], ZeroConfig(stage=1)).close()
-    assert net.embedding.weight is net.head.weight is head
-
-
 def transposed(net):
     net.head.weight.data = net.embedding.weight.data.T
 
@@ -117,23 +83,38 @@ def frozen_in_one(net):
     net.head.weight.requires_grad_(False)
 
 
-REFUSED = [transposed, in_part, crossing, of_another_dtype, as_buffer, expanded, frozen_in_one]
+REFUSED = [
+    (by_data, "cpu"),
+    (by_data, "meta"),
+    (anew, "meta"),
+    (of_three, "cpu"),
+    (from_one_array, "cpu"),
+    (transposed, "cpu"),
+    (in_part, "cpu"),
+    (crossing, "cpu"),
+    (of_another_dtype, "cpu"),
+    (as_buffer, "cpu"),
+    (expanded, "cpu"),
+    (frozen_in_one, "cpu"),
+]
 
 
-@pytest.mark.parametrize("tie", REFUSED)
-def test_other_shared_memory_is_refused_with_names_and_remedy(tie):
-    net = Net()
+@pytest.mark.parametrize(("tie", "device"), REFUSED)
+def test_shared_memory_is_refused_with_names_and_remedy(tie, device):
+    with torch.device(device):
+        net = Net()
     tie(net)
     with pytest.raises(ValueError, match=r"parameter (embedding|between)\.") as raised:
-        Engine(net, config=ZeroConfig(stage=1))
+        check_memory(net)
     assert "head.weight = embedding.weight" in str(raised.value) or tie is expanded
 
 
-def test_two_optimizer_parameters_of_one_memory_are_refused():
-    net = Net()
-    by_data(net)
-    with pytest.raises(ValueError, match=r"optimizers have .*embedding\.weight.*head\.weight"):
-        Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], ZeroConfig(stage=1))
+def test_an_engine_and_a_trainer_refuse_shared_memory():
+    net = Tied(by_data)
+    with pytest.raises(ValueError, match=r"head\.weight shares memory with .*embedding\.weight"):
+        Engine(net.net, config=ZeroConfig(stage=1))
+    with pytest.raises(RankError, match=r"head\.weight shares memory with .*embedding\.weight"):
+        fit_reference(1, partial(Tied, by_data), spec="zero1")
 
 
 def test_parameters_side_by_side_in_one_memory_stay_separate():
@@ -144,8 +125,7 @@ def test_parameters_side_by_side_in_one_memory_stay_separate():
     net.between.bias = nn.Parameter(frozen, requires_grad=False)
     copied = copy.deepcopy(nn.LSTM(8, 8))
     net.add_module("lstm", copied)
-    assert tie_shared(net) == []
-    assert net.head.weight is not net.embedding.weight
+    check_memory(net)
 
 
 def test_an_attribute_that_views_a_parameter_is_named_in_a_warning():
@@ -177,17 +157,12 @@ class Tied(Recorder):
             self.tie(self.net)
 
     def part_loss(self, part, rank):
-        warnings.filterwarnings("ignore", ".*they are now one parameter")
         return (self.net(part[0])[:, :3] - part[1]).square().mean()
 
 
-def _tied(tie, is_built_later):
-    return partial(Tied, tie, is_built_later, ranks=2)
-
-
-@pytest.mark.default_cases("1-True", "3-True")
+@pytest.mark.default_cases("3-True")
 @pytest.mark.parametrize("is_built_later", [False, True])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
-def test_a_tie_by_memory_trains_as_the_tie_by_object_under_ddp(stage, is_built_later):
-    ours = fit_ranks(2, settings(stage), _tied(by_data, is_built_later))
-    assert_same(ours, fit_reference(1, _tied(by_object, False), spec="auto"))
+def test_a_tie_by_object_trains_as_under_ddp(stage, is_built_later):
+    factory = partial(Tied, by_object, is_built_later, ranks=2)
+    assert_same(fit_ranks(2, settings(stage), factory), fit_reference(2, factory))
