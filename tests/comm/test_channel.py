@@ -11,7 +11,8 @@ import torch
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.health.together import run_on_all_ranks
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 
 def _comm(timeout_s=60.0):

@@ -18,7 +18,7 @@ from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.support.hugging_face import gpt2, llama
 from tests.support.models import GPTModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Block(nn.Module):
@@ -168,6 +168,7 @@ def _compare_two_backwards(rank, world_size, stage):
             assert all(map(torch.equal, ours, reference)), (is_reentrant, how)
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_blocks_with_running_statistics_run_again_in_every_backward_of_a_graph(stage):
     run_ranks(2, _compare_two_backwards, stage)

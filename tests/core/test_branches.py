@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, before_collective, gathered, uneven_calls
 from tests.support.cells import slow_but
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH, NUM, STEPS = 8, 5, 14
 
@@ -99,7 +99,7 @@ MODES = ["same", "checkpointed", "repeated", "dropped", "shuffled", "rare", "twi
 CELLS = [(mode, size, seed) for mode in MODES for size in (2, 3, 4) for seed in range(10)]
 
 
-@pytest.mark.default_cases("dropped-2-0", "twice-2-0", "late-3-0")
+@pytest.mark.default_cases("dropped-2-0")
 @pytest.mark.parametrize(
     ("mode", "size", "seed"),
     # Late ranks are shuffled, too.
@@ -117,7 +117,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.default_cases("{'prefetch_bucket_size': 100}", "{'sharding_group_size': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_ranks_that_take_different_branches_train_as_one_process_with_other_settings(options):
     size = 4 if "sharding_group_size" in options else 2
@@ -259,7 +259,7 @@ def _look_before_step(rank, world_size, mode, seed):
 CELLS = [(mode, size, seed) for mode in ("same", "dropped") for size in (2, 3) for seed in range(5)]
 
 
-@pytest.mark.default_cases("dropped-2-0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "size", "seed"), slow_but([("same", 2, 0), ("dropped", 2, 0)], CELLS)
 )

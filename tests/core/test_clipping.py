@@ -22,7 +22,7 @@ from tests.support.fitting import (
     settings,
 )
 from tests.support.models import FrozenModule, GPTModule, MLPModule, TiedModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 MODELS = {
@@ -46,7 +46,7 @@ def test_clipping_by_norm_equals_ddp(model, stage):
     assert _differs(reference, fit_reference(2, MODELS[model]))
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_by_norm_over_accumulated_gradients_of_three_ranks_equals_ddp(stage):
     factory = partial(MLPModule, ranks=3, optimizer="sgd")

@@ -40,35 +40,50 @@ class FromLastToFirst(nn.Sequential):
         return x
 
 
-def _one_step(rank, world_size, stage, settings, container=nn.Sequential):
+def _one_step(recorder, stage, settings, container):
     torch.manual_seed(0)
     module = container(*(nn.Linear(8, 8) for _ in range(3)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = Engine(module, [optimizer], ZeroConfig(stage=stage, **settings))
-    recorder = Recorder()
     for _ in range(3):  # the order of the first two is that of the third
-        recorder.events.clear()
-        recorder.events.append(FORWARD)
+        recorder.events = [FORWARD]
         loss = module(torch.ones(2, 8)).sum()
         recorder.events.append(BACKWARD)
         engine.backward(loss)
         recorder.events.append(STEP)
         engine.step()
         engine.zero_grad()
-    return recorder.events
+    found = recorder.events
+    engine.close()
+    return found
 
 
-def events(stage, container=nn.Sequential, **settings):
-    first, second = run_ranks(2, _one_step, stage, settings, container)
+SMALL = {"reduce_bucket_size": 100}  # a bucket for each layer, named root[0] to root[2]
+CASES = {
+    **{f"stage {stage}": (stage, SMALL, nn.Sequential) for stage in (0, 1, 2)},
+    "from last to first": (2, SMALL, FromLastToFirst),
+    "stage 3": (3, {}, nn.Sequential),
+    "no prefetch": (3, {"prefetch_bucket_size": 0}, nn.Sequential),
+    "no reshard": (3, {"reshard_after_forward": False}, nn.Sequential),
+    "persistent": (3, {"param_persistence_threshold": 10**6}, nn.Sequential),
+}
+
+
+def _each_case(rank, world_size):
+    recorder = Recorder()
+    return {name: _one_step(recorder, *case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def events():
+    """Events of a step, by case; the same on both ranks."""
+    first, second = run_ranks(2, _each_case)
     assert first == second
     return first
 
 
-SMALL = {"reduce_bucket_size": 100}  # a bucket for each layer, named root[0] to root[2]
-
-
-def test_stage_0_reduces_unsharded_gradients_from_the_last_bucket_on():
-    assert events(0, **SMALL) == [
+def test_stage_0_reduces_unsharded_gradients_from_the_last_bucket_on(events):
+    assert events["stage 0"] == [
         FORWARD,
         BACKWARD,
         *(f"all_reduce root[{i}]" for i in (2, 1, 0)),
@@ -76,10 +91,9 @@ def test_stage_0_reduces_unsharded_gradients_from_the_last_bucket_on():
     ]
 
 
-@pytest.mark.default_cases("1")
 @pytest.mark.parametrize("stage", [1, 2])
-def test_stages_1_and_2_reduce_in_backward_and_all_gather_in_the_step(stage):
-    assert events(stage, **SMALL) == [
+def test_stages_1_and_2_reduce_in_backward_and_all_gather_in_the_step(stage, events):
+    assert events[f"stage {stage}"] == [
         FORWARD,
         BACKWARD,
         *(f"reduce_scatter root[{i}]" for i in (2, 1, 0)),
@@ -88,8 +102,8 @@ def test_stages_1_and_2_reduce_in_backward_and_all_gather_in_the_step(stage):
     ]
 
 
-def test_buckets_step_in_the_order_in_which_the_next_forward_needs_them():
-    assert events(2, FromLastToFirst, **SMALL) == [
+def test_buckets_step_in_the_order_in_which_the_next_forward_needs_them(events):
+    assert events["from last to first"] == [
         FORWARD,
         BACKWARD,
         *(f"reduce_scatter root[{i}]" for i in (0, 1, 2)),
@@ -98,8 +112,8 @@ def test_buckets_step_in_the_order_in_which_the_next_forward_needs_them():
     ]
 
 
-def test_stage_3_unshards_before_each_use_and_keeps_the_last_unit():
-    assert events(3, prefetch_bucket_size=0) == [
+def test_stage_3_unshards_before_each_use_and_keeps_the_last_unit(events):
+    assert events["no prefetch"] == [
         FORWARD,
         *(f"all_gather {i}" for i in (0, 1, 2)),
         BACKWARD,
@@ -112,8 +126,8 @@ def test_stage_3_unshards_before_each_use_and_keeps_the_last_unit():
     ]
 
 
-def test_stage_3_without_resharding_unshards_once():
-    assert events(3, reshard_after_forward=False) == [
+def test_stage_3_without_resharding_unshards_once(events):
+    assert events["no reshard"] == [
         FORWARD,
         *(f"all_gather {i}" for i in (0, 1, 2)),
         BACKWARD,
@@ -122,8 +136,8 @@ def test_stage_3_without_resharding_unshards_once():
     ]
 
 
-def test_stage_3_all_gathers_persistent_parameters_after_the_step():
-    assert events(3, param_persistence_threshold=10**6) == [
+def test_stage_3_all_gathers_persistent_parameters_after_the_step(events):
+    assert events["persistent"] == [
         FORWARD,
         BACKWARD,
         "reduce_scatter root/persistent",
@@ -132,8 +146,8 @@ def test_stage_3_all_gathers_persistent_parameters_after_the_step():
     ]
 
 
-def test_prefetch_unshards_the_next_unit_before_the_one_in_use_is_reduced():
-    prefetched, without = events(3), events(3, prefetch_bucket_size=0)
+def test_prefetch_unshards_the_next_unit_before_the_one_in_use_is_reduced(events):
+    prefetched, without = events["stage 3"], events["no prefetch"]
     assert sorted(prefetched) == sorted(without)
     backward = prefetched[prefetched.index(BACKWARD) :]
     assert backward.index("all_gather 1") < backward.index("reduce_scatter 2")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig, full_grad
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def _replace(parameter):
@@ -52,7 +52,7 @@ def _gradients(rank, world_size, stage, is_before):
     return found
 
 
-@pytest.mark.default_cases("False-0", "False-3")
+@pytest.mark.default_cases("False-3")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_before", [True, False])
 def test_what_a_hook_makes_of_a_gradient_is_averaged(stage, is_before):

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_zero import Engine, ZeroConfig, full_grad
 from lightning_zero.layout.stage import State
 from tests.support.cells import slow_but
-from tests.support.ranks import run_ranks
 from tests.support.storage import live_storage_bytes
+from tests.support.warm import run_ranks
 
 CPU = {"offload_optimizer": "cpu"}
 NVME = {"offload_optimizer": {"device": "nvme", "nvme_path": "swap", "max_in_cpu_bytes": 0}}
@@ -61,7 +61,7 @@ def _measure(rank, world_size, settings, zero):
     return found
 
 
-@pytest.mark.default_cases("settings0-4-engine", "settings1-4-optimizer", "settings2-4-engine")
+@pytest.mark.default_cases("settings1-4-optimizer")
 @pytest.mark.parametrize("zero", ["engine", "optimizer"])
 @pytest.mark.parametrize(
     ("settings", "shard_bytes"),
@@ -173,6 +173,7 @@ def _hold(rank, world_size, settings):
     engine.close()
 
 
+@pytest.mark.default_cases("settings9")
 @pytest.mark.parametrize(
     "settings",
     slow_but(

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_zero import Engine, NonfiniteGradientError, NonfiniteGradientWarning, ZeroConfig
 from lightning_zero.core import guard
 from tests.support.fitting import arrays
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 NAN, INF = float("nan"), float("inf")
 ACCUMULATION = 4
@@ -122,7 +122,7 @@ def _warn(rank, world_size, stage, tier, policy):
     return texts, reports[1], arrays(module.state_dict())
 
 
-@pytest.mark.default_cases("0-device", "3-device")
+@pytest.mark.default_cases("3-device")
 @pytest.mark.shows("`on_nonfinite`")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_a_nan_is_named_on_all_ranks_in_its_step(stage, tier):
@@ -214,7 +214,7 @@ def _skip(rank, world_size, options, make_optimizer, poison):
     return result, settings, num_skipped
 
 
-@pytest.mark.default_cases("0-device", "3-nvme")
+@pytest.mark.default_cases("3-nvme")
 @pytest.mark.parametrize(("stage", "tier"), CELLS)
 def test_skip_equals_a_run_without_the_batch(stage, tier):
     _assert_skips(options_of(stage, tier), adamw)
@@ -242,9 +242,14 @@ def _assert_skips(options, make_optimizer):
         assert num_skipped == 1
 
 
+def _with_two_skips(rank, world_size, program):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard, "_MAX_SKIPS", 2)
+        return program(rank, world_size)
+
+
 def _skip_on(rank, world_size):
     module, _, engine = engine_for({"stage": 2, "on_nonfinite": "skip"})
-    guard._MAX_SKIPS = 2
     texts = []
     for step, poison in enumerate([(NAN,), (NAN,), (), (NAN,), (NAN,), (NAN,)]):
         with warnings.catch_warnings():
@@ -260,7 +265,7 @@ def _skip_on(rank, world_size):
 
 
 def test_too_many_skips_in_a_row_are_an_error():
-    for texts in run_ranks(2, _skip_on):
+    for texts in run_ranks(2, _with_two_skips, _skip_on):
         [(step, text)] = texts
         assert step == 5
         assert "More than 2 steps in a row of AdamW" in text
@@ -273,7 +278,6 @@ def _skip_one_of_two(rank, world_size):
     module = Net()
     optimizers = [torch.optim.SGD(module.blocks[:2].parameters(), lr=0.1)]
     optimizers.append(adamw(module.blocks[2:].parameters()))
-    guard._MAX_SKIPS = 2
     config = ZeroConfig(stage=2, on_nonfinite="skip")
     engine = Engine(module, optimizers=optimizers, config=config)
     for step in range(8):
@@ -295,7 +299,7 @@ def _skip_one_of_two(rank, world_size):
 
 
 def test_skips_of_one_optimizer_are_counted_beside_good_steps_of_another():
-    for step, text in run_ranks(2, _skip_one_of_two):
+    for step, text in run_ranks(2, _with_two_skips, _skip_one_of_two):
         assert step == 4
         assert "in a row of SGD" in text
 
@@ -328,6 +332,7 @@ def _leave_out(rank, world_size, stage):
     return reports, skips_step, before, after
 
 
+@pytest.mark.default_cases("2")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_that_the_caller_leaves_out_is_a_step(stage):
     for reports, skips_step, before, after in run_ranks(2, _leave_out, stage):
@@ -473,7 +478,7 @@ def _step_after_no_sync(rank, world_size, options):
     engine.close()
 
 
-@pytest.mark.default_cases("2-options0", "4-options2")
+@pytest.mark.default_cases("2-options0")
 @pytest.mark.parametrize(
     ("world_size", "options"),
     [(2, {"stage": 1}), (2, {"stage": 2}), (4, {"stage": 2, "sharding_group_size": 2})],

@@ -305,10 +305,14 @@ def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, has_barriers=Fa
     return awaited
 
 
-@settings(deadline=None, max_examples=60, derandomize=True)
-@given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
-def test_no_rank_hangs_whatever_branches_ranks_take(size, seed, mode, has_barriers):
-    run(size, seed, mode, has_barriers=has_barriers)
+@pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_no_rank_hangs_whatever_branches_ranks_take(num):
+    @settings(deadline=None, max_examples=num, derandomize=True)
+    @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
+    def take(size, seed, mode, has_barriers):
+        run(size, seed, mode, has_barriers=has_barriers)
+
+    take()
 
 
 @pytest.mark.parametrize("mode", ["same", "repeated"])
@@ -477,7 +481,7 @@ class WritesEarly(CollectiveOrder):
     ],
 )
 def test_a_broken_rule_is_detected(kind):
-    for seed in range(60):
+    for seed in (2, 0, 19, *range(60)):  # the first three detect every one today
         try:
             run(3, seed, ["rare", "drop", "shuffled"][seed % 3], kind, num_steps=30)
         except (Deadlock, DesynchronizedError, AssertionError, IndexError):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
 from tests.support.cells import slow_but
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH = 8
 Way = Callable[[nn.ModuleList, Tensor], Tensor]

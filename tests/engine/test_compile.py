@@ -249,6 +249,7 @@ def test_another_batch_length_compiles_again_while_parameters_have_gradients(sta
     assert 0 < counts[0] == counts[1] < counts[2] <= counts[3] == counts[-1], counts
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is used outside its module's forward")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_compiled_forward_that_reads_a_gradient_sees_it(stage):

@@ -19,9 +19,10 @@ from lightning_zero.engine import beginning
 from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.engine.optimizers import AttachedOptimizers
 from lightning_zero.optim.probe import ProbeResult, StepKind
+from tests.support import ranks
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def layers(*widths):
@@ -233,7 +234,7 @@ def _refuse_versions(rank, world_size):
 
 
 def test_ranks_with_different_versions_are_an_error_that_names_them():
-    run_ranks(2, _refuse_versions)
+    ranks.run_ranks(2, _refuse_versions)
 
 
 def _one_cannot(rank, world_size, stage):
@@ -366,7 +367,7 @@ MEANT = {
     ],
 )
 def test_a_trainer_whose_ranks_differ_ends_on_all_with_the_first_difference(stage, what):
-    for text in run_ranks(2, _fit, stage, what, False, {}, has_group=False):
+    for text in ranks.run_ranks(2, _fit, stage, what, False, {}, has_group=False):
         assert text is not None
         assert text.startswith("ValueError: ranks differ in")
         assert MEANT[what] in text
@@ -385,7 +386,7 @@ def test_a_trainer_whose_ranks_differ_ends_on_all_with_the_first_difference(stag
 def test_ranks_that_build_different_modules_in_configure_model_err_before_anything_is_gathered(
     what, meant
 ):
-    for text in run_ranks(2, _fit, 3, what, True, {}, has_group=False):
+    for text in ranks.run_ranks(2, _fit, 3, what, True, {}, has_group=False):
         assert text is not None
         assert meant in text
 
@@ -398,7 +399,7 @@ def test_ranks_that_build_different_modules_in_configure_model_err_before_anythi
     ],
 )
 def test_strategies_with_different_settings_end_before_the_module_is_built(options, meant):
-    for text in run_ranks(2, _fit, 3, "nothing", True, options, has_group=False):
+    for text in ranks.run_ranks(2, _fit, 3, "nothing", True, options, has_group=False):
         assert text is not None
         assert text.startswith("ValueError: ranks differ in ZeroStrategy")
         assert meant in text

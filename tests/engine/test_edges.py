@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
 from lightning_zero.core.coordinator import TrainingState
 from tests.support.cells import ANY_STAGE, SHARDED_STAGE
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def start(module, stage, optimizer=None, **settings):

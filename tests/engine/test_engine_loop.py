@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.tensors.guarded import unguard
+from tests.support import ranks
 from tests.support.fitting import arrays
 from tests.support.loops import assert_same_state, batch, build, engine_for
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [0, 1, 2, 3]
 
@@ -465,7 +466,7 @@ def _without_group(rank, world_size):
 
 
 def test_ranks_without_a_process_group_are_an_error():
-    run_ranks(2, _without_group, has_group=False)
+    ranks.run_ranks(2, _without_group, has_group=False)
 
 
 class Chunked(nn.Module):

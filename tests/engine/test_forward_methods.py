@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
 from tests.support.loops import assert_same_state, engine_for
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Layer(nn.Module):

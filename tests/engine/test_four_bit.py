@@ -12,7 +12,7 @@ import torch
 from lightning_zero import Engine, ZeroConfig
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.four_bit import LIBRARIES, LINEARS, FourBitModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 LIBRARY = pytest.mark.parametrize(
     "library",
@@ -78,7 +78,7 @@ def _fit(rank, world_size, spec, library, source, target, max_epochs, base_seed)
     return arrays(module.state_dict())
 
 
-@pytest.mark.default_cases("tests")
+@pytest.mark.slow
 @LIBRARY
 def test_a_run_is_resumed_with_the_codes_and_scales_that_were_saved(tmp_path, library):
     first, second = (str(tmp_path / name) for name in ("first", "second"))

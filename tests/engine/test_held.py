@@ -159,6 +159,7 @@ def _run_cases(rank, world_size):
         case(rank, world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_what_all_ranks_hold_becomes_full_at_the_end_and_anything_else_is_an_error(world_size):
     run_ranks(world_size, _run_cases)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.layout.stage import State
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 

@@ -440,6 +440,7 @@ def _train_all(rank, world_size, stage, has_rare):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_rare", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_parameter_in_cpp_has_the_values_that_it_has_under_ddp(stage, has_rare):
@@ -472,6 +473,7 @@ def _events_of_a_forward(rank, world_size, part):
     return events
 
 
+@pytest.mark.default_cases("layers")
 @pytest.mark.parametrize("part", ["layers", "MultiheadAttention", "a compiled child"])
 def test_each_layer_waits_for_its_own_parameters_only(part):
     """So the all-gathers of later layers overlap with the forward of this one."""
@@ -575,6 +577,7 @@ def _read_early(rank, world_size, stage):
 NAMES = [f"blocks.{number}.layer.weight" for number in range(3)]
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_cpp_finds_no_values_before_a_parameter_is_unsharded(stage):
     first, second, _ = NAMES
@@ -613,6 +616,7 @@ def _with_scripted_children(rank, world_size, stage):
     assert not any(p.any() for p in module.parameters())
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_scripted_children_are_saved_loaded_and_copied(stage):
     run_ranks(2, _with_scripted_children, stage)
@@ -645,6 +649,7 @@ def _make_parameter(rank, world_size, stage):
     return notes
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_parameter_of_a_parameter_is_refused_with_a_cure(stage):

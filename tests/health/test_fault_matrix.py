@@ -44,7 +44,6 @@ def _param(cell):
 
 @pytest.mark.default_cases(
     "exception-mid_forward-2workers-zero3-popen-rank1-of2",
-    "os._exit-between_batches-2persistent-zero3-torchrun-rank0-of2",
     "SIGKILL-backward-0workers-zero1-popen-rank1-of2",
 )
 @pytest.mark.parametrize("cell", list(map(_param, [*CELLS, *ON_FOUR])))

@@ -20,9 +20,10 @@ from lightning_zero.planner.estimates import exchanged_bytes
 from lightning_zero.record.spans import Kind
 from tests.optim.test_probe import FactoredFrom
 from tests.strategy.test_offload import ALL_NVME, compare
+from tests.support import ranks
 from tests.support.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
 from tests.support.full_tensors import ADAFACTOR, CASES, Lamb, MuonAndAdam, NormedLamb, Rows
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 ROUNDED = "Muon and AdamW"
@@ -74,6 +75,7 @@ RESUMED = {
     for name in ("Adafactor", "Muon and AdamW, clipped", "all in one call")
 }
 CHAINS = {
+    "shortest": [(3, 2, "sharded"), (2, 1, "full")],
     "short": [(1, 2, "full"), (3, 3, "sharded"), (2, 1, "full")],
     "long": [(3, 1, "sharded"), (2, 3, "full"), (3, 2, "sharded"), (1, 3, "full"), (1, 2, "full")],
 }
@@ -138,7 +140,7 @@ def assert_equal_bits(one, other):
         assert one == other
 
 
-@pytest.mark.default_cases("short")
+@pytest.mark.default_cases("shortest")
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_a_run_resumes_from_full_and_sharded_checkpoints_in_any_stage_and_world_size(
     tmp_path, chain
@@ -222,9 +224,10 @@ def _compare_offloaded(rank, world_size):
         compare(rank, world_size, factory, lambda options=options: options, tuple(same), same)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_offloaded_and_overlapped_steps_give_the_same_bits():
-    run_ranks(2, _compare_offloaded, has_group=False, timeout_s=120)
+    ranks.run_ranks(2, _compare_offloaded, has_group=False, timeout_s=120)
 
 
 def _fit_each_precision(rank, world_size, spec):

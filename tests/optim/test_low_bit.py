@@ -16,7 +16,7 @@ from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.tensors.composite import flatten_composites, plain_tensors
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.low_bit import KINDS, LIBRARIES, BlockModule, Blocks, builder_of
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 LIBRARY = pytest.mark.parametrize(
     "library",
@@ -93,7 +93,7 @@ def _step_and_resume(rank, world_size, stage, kinds, folder):
             assert torch.equal(mine, theirs), kind
 
 
-@pytest.mark.default_cases("3-tests", "3-torchao")
+@pytest.mark.default_cases("3-tests")
 @LIBRARY
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_and_states_have_the_bits_of_one_process(tmp_path, stage, library):
@@ -130,7 +130,7 @@ def _opened(path, kind):
     return checkpoint["state_dict"], {numbers.get(k, k): v for k, v in states["state"].items()}
 
 
-@pytest.mark.default_cases("tests")
+@pytest.mark.slow
 @LIBRARY
 def test_a_run_resumes_from_full_and_sharded_checkpoints_with_the_same_states(tmp_path, library):
     torch.serialization.add_safe_globals([Blocks])

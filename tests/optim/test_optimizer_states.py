@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from tests.support.cells import SHARDED_STAGE
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Net(nn.Module):
@@ -125,6 +125,7 @@ def _edit(rank, world_size, stage, options, edits):
     return weights
 
 
+@pytest.mark.default_cases("3-options2")
 @pytest.mark.parametrize(("stage", "options"), TIERS)
 def test_edits_of_states_between_steps_apply_to_the_full_states(stage, options):
     expected = []
@@ -201,7 +202,7 @@ def _load_one(rank, stage, options, optimizer, state, weights):
     return loop.weights()
 
 
-@pytest.mark.default_cases("3-options2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "options"), TIERS)
 def test_a_state_dict_of_one_process_is_loaded_by_hand(stage, options):
     loops = [Loop(optimizer) for optimizer in (adam, nadam, asgd)]

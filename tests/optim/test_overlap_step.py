@@ -12,7 +12,7 @@ import torch
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
 from lightning_zero.core.bucket import Phase
 from lightning_zero.optim import chunks
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 from tests.tiers.test_offload import Net, batch, loss_of
 
 PAUSE_S = 0.06
@@ -114,7 +114,7 @@ def _disturb(rank, world_size, stage, disturb, options):
         assert torch.equal(one, other)
 
 
-@pytest.mark.default_cases("3-zero_in_place")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "disturb"),
     [

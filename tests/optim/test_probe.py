@@ -436,7 +436,7 @@ OTHERS = {"Muon": OF_TENSORS, "Adafactor": OF_TENSORS, "Optimizer": None, "LBFGS
 
 
 @pytest.mark.parametrize("kind", ALL_OF_TORCH, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("foreach", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torch_optimizers_are_classified(kind, foreach):
     expected = OTHERS.get(kind.__name__, ELEMENTWISE)
     if expected is None or kind is torch.optim.SparseAdam:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
 from tests.support.cells import SHARDED_STAGE
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 BUILDERS = {
     "fused Adagrad": partial(torch.optim.Adagrad, lr=0.1, fused=True),

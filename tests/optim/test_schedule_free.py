@@ -16,7 +16,8 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from tests.support.cells import SHARDED_STAGE, slow_but
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.support.models import Recorder
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 schedulefree = pytest.importorskip("schedulefree", reason="needs the package schedulefree")
 
@@ -119,7 +120,7 @@ RESUMED = [
 ]
 
 
-@pytest.mark.default_cases("first1-second1-train")
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "mode"), RESUMED)
 def test_a_schedule_free_run_is_resumed_from_either_mode(tmp_path, first, second, mode):
     ours = _two_fits(tmp_path / "ours", first, second, mode)

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, full_grad
 from lightning_zero.record.spans import Kind, Recording
-from tests.support.ranks import run_ranks
+from tests.support import ranks
+from tests.support.warm import run_ranks
 
 RANKS, WIDTH, LAYERS = 2, 64, 4
 LAYER = WIDTH * WIDTH + WIDTH  # elements, a multiple of the ranks
@@ -353,4 +354,4 @@ def _fake(rank, world_size):
 
 
 def test_one_process_that_simulates_eight_ranks_records_too():
-    run_ranks(1, _fake, has_group=False)
+    ranks.run_ranks(1, _fake, has_group=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from tests.repository import test_compat
 from tests.repository.test_layers import MODULES, syntax_of
@@ -16,6 +17,7 @@ RECOVERING = re.compile(
     r"_?(reset|recover|regroup|restart|refuse_regroup|mark_lost|leave_failed)\w*"
 )
 MODES = {"TorchFunctionMode", "TorchDispatchMode"}
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 LIMITS = {
     "attributes of a class": 30,
@@ -30,12 +32,16 @@ LIMITS = {
 }
 
 
+@cache
+def _definitions() -> list[ast.AST]:
+    """All classes and functions."""
+    kinds = ast.ClassDef | FUNCTIONS
+    nodes = (node for module in MODULES for node in ast.walk(syntax_of(module)))
+    return [node for node in nodes if isinstance(node, kinds)]
+
+
 def _nodes(kind: type) -> Iterator:
-    for module in MODULES:
-        yield from (node for node in ast.walk(syntax_of(module)) if isinstance(node, kind))
-
-
-FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+    yield from (node for node in _definitions() if isinstance(node, kind))
 
 
 def _attributes(cls: ast.ClassDef) -> set[str]:

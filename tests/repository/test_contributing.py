@@ -18,11 +18,6 @@ def test_the_example_passes(tmp_path, monkeypatch):
     module.test_all_ranks_have_the_same_weights_after_a_step(3)
 
 
-def test_files_that_are_named_exist():
-    for name in re.findall(r"tests/[\w/]+(?:\.py|/)", TEXT):
-        assert (Path(__file__).parents[2] / name).exists(), name
-
-
 def test_the_links_of_the_readme_become_absolute_for_the_index(tmp_path):
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (tmp_path / "README.md").write_text(readme)

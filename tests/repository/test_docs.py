@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 import lightning_zero
 import lightning_zero.callbacks
 from lightning_zero.cli.options import add_commands
+from tests.repository.test_layers import MODULES, syntax_of
 from tests.support.pages import PAGES, ROOT, blocks
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -147,8 +148,8 @@ def test_every_dated_page_is_in_the_index_of_benchmarks():
 def test_every_message_of_the_page_of_errors_is_one_of_the_package():
     source = "".join(
         node.value
-        for path in sorted((ROOT / "lightning_zero").rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for module in MODULES
+        for node in ast.walk(syntax_of(module))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     )
     rows = re.findall(r"^\| (`.+?) \|", PAGES["docs/guides/errors.md"], flags=re.MULTILINE)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import json
 import os
 import re
@@ -13,13 +12,12 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from gpt import GPT, GPTConfig
 from language_model import ByteLanguageModel, share_of_lr
-from stdlib_text import StdlibText, bigram_bits_per_byte, read_files
+from stdlib_text import StdlibText
 
 from lightning_zero.cli import main
 from tests.support.hugging_face import llama
@@ -115,15 +113,6 @@ def test_the_main_job_trains_on_two_ranks_with_every_stage(tmp_path, zero):
     ]
 
 
-def test_a_continuation_does_not_end_in_blanks():
-    model = ByteLanguageModel(context=8, width=8, num_layers=1, num_heads=1)
-    torch.nn.init.ones_(model.gpt.norm.bias)
-    torch.nn.init.zeros_(model.gpt.head.weight).data[ord(" ")] = 100  # a blank after anything
-    text = model.continuation(b"class ", num_bytes=60)
-    assert b" " * 15 in text
-    assert b" " * 17 not in b"class " + text
-
-
 @pytest.mark.slow
 def test_the_path_that_a_run_prints_is_tested_on_another_number_of_ranks(tmp_path):
     brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
@@ -142,23 +131,6 @@ def test_a_run_goes_on_from_the_path_that_another_has_printed(tmp_path):
     assert path.endswith("step_000006.ckpt")
     run_main_job(tmp_path / "second", *SMALL, f"ckpt_path={path}", "trainer.max_steps=9")
     assert (tmp_path / "second" / "checkpoints" / "step_000009.ckpt").is_file()
-
-
-@pytest.mark.slow
-def test_a_run_that_ends_before_its_first_validation_names_its_last_checkpoint(tmp_path):
-    short = ["trainer.max_steps=2", "callbacks.monitor=null", "trainer.devices=1"]
-    printed = run_main_job(tmp_path, *SMALL, *short)
-    assert "no validation ran: trainer.val_check_interval is longer" in printed
-    assert f"checkpoint: {tmp_path}/checkpoints/last.ckpt\n" in printed
-
-
-@pytest.mark.slow
-def test_a_run_succeeds_where_the_model_stays_sharded_after_it(tmp_path):
-    brief = ["trainer.max_steps=2", "trainer.val_check_interval=2", "callbacks.monitor=null"]
-    left_out = "trainer.strategy.unshard_after_fit=false"
-    printed = run_main_job(tmp_path, *SMALL, *brief, left_out, "test=true")
-    assert "no continuation: " in printed
-    assert "test, bits per byte: model" in printed
 
 
 @pytest.mark.slow
@@ -194,13 +166,6 @@ def test_optuna_searches_with_two_ranks_in_each_trial(tmp_path):
     found = yaml.safe_load((tmp_path / "optimization_results.yaml").read_text())
     assert set(found["best_params"]) == {"model.lr", "model.warmup"}
     assert 0 < found["best_value"] < 8
-
-
-def test_only_text_outside_tests_and_installed_packages_is_read(tmp_path):
-    kept = {"a.py": b"a", "b/c.rst": b"c", "b/d.txt": b"d", "e.md": b"e"}
-    skipped = {"f.so": b"", "test/g.py": b"", "b/tests/h.py": b"", "site-packages/i/j.py": b""}
-    write_files(tmp_path, {**kept, **skipped})
-    assert dict(read_files(tmp_path)) == kept
 
 
 def test_no_file_is_in_both_parts(small_text):
@@ -240,47 +205,9 @@ def test_the_learning_rate_is_that_of_one_cycle(warmup):
     assert share_of_lr(300, num_steps=200, warmup=warmup) < 1e-5
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 6])
-def test_a_learning_rate_is_there_in_the_shortest_of_runs(num_steps):
-    shares = [share_of_lr(s, num_steps=num_steps, warmup=0.1) for s in range(num_steps + 1)]
-    assert all(0 < share <= 1 for share in shares)
-
-
-def test_random_crops_are_fixed_by_the_seed(small_text):
-    def crops(seed):
-        small_text.seed = seed
-        return torch.stack(list(small_text.train_dataloader().dataset))
-
-    first = crops(0)
-    assert first.shape[1] == small_text.context + 1
-    assert torch.equal(first, crops(0))
-    assert not torch.equal(first, crops(1))
-
-
-def test_validation_windows_reach_from_the_first_to_the_last_byte(small_text):
-    windows = list(small_text.validation_windows())
-    assert len(windows) == 10
-    assert torch.equal(windows[0], small_text.validation_text[:17])
-    assert torch.equal(windows[-1], small_text.validation_text[-17:])
-
-
 def test_a_folder_without_text_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"got 0 bytes of training text; give data\.root"):
         StdlibText(root=str(tmp_path)).setup("fit")
-
-
-def test_the_bigram_table_gives_the_bits_counted_by_hand(small_text):
-    windows = small_text.validation_windows()
-    counts = np.ones((256, 256))
-    train = small_text.train_text.tolist()
-    for seen, byte in itertools.pairwise(train):
-        counts[seen, byte] += 1
-    bits = [
-        -np.log2(counts[seen, byte] / counts[seen].sum())
-        for window in windows
-        for seen, byte in itertools.pairwise(window.tolist())
-    ]
-    assert bigram_bits_per_byte(small_text.train_text, windows) == pytest.approx(np.mean(bits))
 
 
 def test_a_llama_of_the_example_is_that_of_transformers():

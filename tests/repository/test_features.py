@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import callbacks
 
-from tests.support.features import BEGIN, END, Claim, table, write
+from tests.support.features import BEGIN, END
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "limits.md"
@@ -32,33 +32,7 @@ def test_every_row_has_a_test_and_every_marked_test_a_row():
     assert written == claimed, f"run {COMMAND}\n{claimed}"
 
 
-def test_the_command_that_writes_it_is_on_the_page():
-    for page in (PAGE, ROOT / "CONTRIBUTING.md"):
-        assert f"`{COMMAND}`" in page.read_text()
-
-
 def test_every_callback_of_lightning_has_a_row():
     written = between_comments(PAGE.read_text())
     for name in set(callbacks.__all__) - ABSTRACT:
         assert re.search(rf"^\| .*`{name}`.* \| (yes|refused) \|", written, re.MULTILINE), name
-
-
-def test_a_table_has_a_row_for_a_name_and_a_column_for_a_stage(tmp_path):
-    claims = [
-        Claim("Timer", 1),
-        Claim("Timer", 3, "it is late"),
-        Claim("speed", 2),
-        Claim("Timer", 1),
-        Claim("EarlyStopping", 2),
-        Claim("ModelSummary", 2),
-    ]
-    text = table(claims)
-    assert "| `Timer` | yes |  | refused | it is late |" in text
-    assert "| speed |  | yes |  |  |" in text
-    assert "| `EarlyStopping`, `ModelSummary` |  | yes |  |  |" in text
-    with pytest.raises(pytest.UsageError, match="Timer is said to be yes and refused"):
-        table([*claims, Claim("Timer", 1, "it is early")])
-    page = tmp_path / "features.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write(page, text)
-    assert page.read_text() == f"before\n{BEGIN}\n{text}\n{END}\nafter\n"

@@ -17,7 +17,7 @@ from tests.support.fitting import (
     settings,
 )
 from tests.support.models import GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [0, 1, 2, 3]
 
@@ -45,7 +45,7 @@ def test_an_accumulation_that_changes_between_epochs_equals_ddp(stage):
     assert ours[0].global_step == 5 + 2 + 2 + 3
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", range(4))
 def test_accumulation_over_the_end_of_the_epoch_and_validation_equals_ddp(stage):
     factory = partial(MLPModule, ranks=2, num_batches=5)
@@ -68,7 +68,7 @@ def test_no_gradient_is_reduced_before_the_last_micro_batch(stage):
         assert [count > 0 for count in counts] == [False, False, True] * 2, counts
 
 
-@pytest.mark.default_cases("2")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_gradients_are_reduced_in_every_micro_batch(stage):
     for counts in run_ranks(2, _count_messages, settings(stage), has_group=False):

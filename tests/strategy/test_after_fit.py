@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, ZeroStrategy, load_from_checkpoint
 from lightning_zero.engine import optimizers as attached
 from lightning_zero.strategy import engine_strategy as after_fit
+from tests.support import warm
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import GPTModule
 from tests.support.ranks import run_ranks
@@ -145,10 +146,10 @@ def _left_out_with_statistics(rank, world_size):
 
 
 def test_modules_become_their_own_kind_again_also_where_values_are_left_out():
-    run_ranks(2, _left_out_with_statistics, has_group=False)
+    warm.run_ranks(2, _left_out_with_statistics, has_group=False)
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_nothing_is_kept_on_request(stage):
     run_ranks(2, _false, stage, has_group=False)
@@ -214,7 +215,7 @@ def _pickle_trainer(rank, world_size, spec):
     ids=["stage 1", "stage 3, sharded"],
 )
 def test_a_trainer_is_pickled_after_fit_and_its_copy_goes_on(spec):
-    for trained, loaded in run_ranks(2, _pickle_trainer, spec, has_group=False):
+    for trained, loaded in warm.run_ranks(2, _pickle_trainer, spec, has_group=False):
         for name, value in trained.items():
             np.testing.assert_array_equal(loaded[name], value, err_msg=name)
 
@@ -233,7 +234,7 @@ def _pickle_inside(rank, world_size):
 
 
 def test_a_strategy_in_a_run_is_not_pickled():
-    run_ranks(2, _pickle_inside, has_group=False)
+    warm.run_ranks(2, _pickle_inside, has_group=False)
 
 
 def test_no_thread_of_a_fit_on_one_device_outlives_it():

@@ -15,7 +15,7 @@ import lightning_zero  # noqa: F401  # registers the names
 from tests.support.fitting import make_trainer, settings
 from tests.support.loops import build
 from tests.support.models import GPTModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 OF_ALL_RANKS = partial(GPTModule, ranks=2)
 LINE = re.compile(

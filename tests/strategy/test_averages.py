@@ -20,8 +20,9 @@ from lightning.pytorch.callbacks import (
 
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import ConvModule, MLPModule, TiedModule
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
 from tests.support.storage import live_storage_bytes
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 
@@ -318,10 +319,10 @@ def _average_norms(rank, world_size, stage, name):
     train(settings(stage), NOT_ELEMENTWISE[name], partial(MLPModule, ranks=world_size))
 
 
+@pytest.mark.default_cases("WeightAveraging-1")
 @pytest.mark.refuses(
     "an averaging function that is not elementwise", because="each rank averages its shards"
 )
-@pytest.mark.default_cases("WeightAveraging-1", "StochasticWeightAveraging-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", NOT_ELEMENTWISE)
 def test_an_averaging_function_that_needs_full_tensors_is_refused(name, stage):
@@ -330,6 +331,7 @@ def test_an_averaging_function_that_needs_full_tensors_is_refused(name, stage):
     assert str(raised.value).count("ValueError: the averaging function of") >= 2
 
 
+@pytest.mark.slow
 def test_stage_0_averages_with_any_function():
     run_ranks(2, _average_norms, 0, "StochasticWeightAveraging", has_group=False)
 
@@ -363,6 +365,7 @@ def _look(rank, world_size):
     assert "state_dict" not in vars(callback._average_model)
 
 
+@pytest.mark.slow
 def test_an_average_has_full_values_only_while_unsharded():
     run_ranks(2, _look, has_group=False)
 

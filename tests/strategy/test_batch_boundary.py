@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -16,13 +15,14 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import lightning_zero
+from tests.support.desync import assert_desynchronized
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import run_ranks
 
-DESYNCHRONIZED = re.compile(
-    r"DesynchronizedError: (rank \d (reached|wrote to) .+; not every rank did: )?this rank reached "
-)
+# What ranks reach that have batches left, and that have none, or that log.
+NEXT_EPOCH, ENDED_BATCHES = "batch 0 of epoch 0", "a sum over ranks of int64[]"
+MEAN = "a mean over ranks of float32[]"
 TIMED_OUT = (
     "DesynchronizedError: a rank waits in its backward for gradients that another does not reduce"
 )
@@ -40,8 +40,19 @@ def _outcome(trainer, module):
     return "trained"
 
 
+@cache
+def _start_server():
+    """Imports torch and Lightning in the process of which ranks are forks."""
+    run_ranks(1, _nothing, has_group=False)
+
+
+def _nothing(rank, world_size):
+    """Ends at once."""
+
+
 def _errors(world_size, fn, *args):
     """Errors of all ranks, raised long before any timeout."""
+    _start_server()
     start = time.monotonic()
     errors = run_ranks(world_size, fn, *args, has_group=False)
     assert time.monotonic() - start < 20
@@ -66,13 +77,17 @@ def _fit_uneven(rank, world_size, stage, logs):
 @pytest.mark.parametrize("logs", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 def test_uneven_batches_are_an_error_on_all_ranks_at_once(stage, logs):
-    for error in _errors(2, _fit_uneven, stage, logs):
-        assert DESYNCHRONIZED.match(error), error
+    first, second = _errors(2, _fit_uneven, stage, logs)
+    assert_desynchronized(first, NEXT_EPOCH, f"0 reached {NEXT_EPOCH}")
+    assert_desynchronized(second, ENDED_BATCHES, f"0 reached {NEXT_EPOCH}")
 
 
+@pytest.mark.slow
 def test_three_uneven_ranks_all_end_with_an_error():
-    for error in _errors(3, _fit_uneven, 3, False):
-        assert DESYNCHRONIZED.match(error) or error.startswith(ABORTED), error
+    for rank, error in enumerate(_errors(3, _fit_uneven, 3, False)):
+        if not error.startswith(ABORTED):
+            reached = ENDED_BATCHES if rank else NEXT_EPOCH
+            assert_desynchronized(error, reached, f"0 reached {NEXT_EPOCH}")
 
 
 class ManualModule(MLPModule):
@@ -98,8 +113,17 @@ def _fit_manually(rank, world_size, stage, logs):
 @pytest.mark.parametrize("logs", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_backward_of_one_rank_alone_is_an_error_on_all(stage, logs):
-    for error in _errors(2, _fit_manually, stage, logs):
-        assert DESYNCHRONIZED.match(error) or error.startswith((TIMED_OUT, ABORTED)), error
+    others, alone = _errors(2, _fit_manually, stage, logs)
+    reached = "a backward" if stage == 1 else "the end of the backward on all ranks"
+    if logs:
+        assert_desynchronized(others, reached, f"1 reached {MEAN}")
+        assert_desynchronized(alone, MEAN, f"1 reached {MEAN}")
+        return
+    for error in (others, alone):
+        if not error.startswith((TIMED_OUT, ABORTED)):
+            call = None if stage == 1 else "1 reached batch 2 of epoch 0"
+            is_other = stage == 1 or error is others
+            assert_desynchronized(error, reached if is_other else "batch 2 of epoch 0", call)
 
 
 class Alone(Callback):
@@ -135,21 +159,35 @@ def _module_state(trainer, module, batch):
     trainer.strategy.lightning_module_state_dict()
 
 
+CALLS = {
+    _look: "a forward",
+    _log_dir: "an object of rank 0",
+    _gathered: "lightning_zero.gathered(...)",
+    _save: "the state of the module, for a checkpoint",
+    _module_state: "the state of the module, for a checkpoint",
+}
+
+
 def _fit_alone(rank, world_size, what, stage=3):
     trainer = make_trainer(settings(stage), callbacks=[Alone(what)])
     return _outcome(trainer, MLPModule(ranks=world_size))
 
 
 @pytest.mark.default_cases("_log_dir", "_module_state")
-@pytest.mark.parametrize("what", [_look, _log_dir, _gathered, _save, _module_state])
+@pytest.mark.parametrize("what", CALLS)
 def test_what_one_rank_does_alone_between_batches_is_an_error_on_all(what):
-    for error in _errors(2, _fit_alone, what):
-        assert DESYNCHRONIZED.match(error), error
+    _assert_both_name_the_call(what, 3)
 
 
 def test_a_checkpoint_that_one_rank_saves_alone_is_an_error_on_all_in_stage_1():
-    for error in _errors(2, _fit_alone, _save, 1):
-        assert DESYNCHRONIZED.match(error), error
+    _assert_both_name_the_call(_save, 1)
+
+
+def _assert_both_name_the_call(what, stage):
+    alone, other = _errors(2, _fit_alone, what, stage)
+    call = None if what is _look else f"0 reached {CALLS[what]}"  # a forward is no call by itself
+    assert_desynchronized(alone, CALLS[what], call)
+    assert_desynchronized(other, "a forward and its backward", call)
 
 
 class WithinPairs(Callback):
@@ -244,6 +282,7 @@ def test_sigterm_on_any_rank_ends_the_training_of_all_before_the_same_batch(stag
     assert results == [("SIGTERMException: 143", at_batch + 1)] * 2
 
 
+@pytest.mark.slow
 def test_sigterm_in_a_validation_ends_all_ranks():
     first, second = _errors(2, _fit_until_sigterm, 3, [1], "on_validation_batch_start", 0)
     assert first[0].startswith((ABORTED, "SIGTERMException: 143"))

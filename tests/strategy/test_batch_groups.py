@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
 from tests.support.fitting import assert_same, fit, make_trainer, settings
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH, LENGTH = 6, 4
 

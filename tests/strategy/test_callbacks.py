@@ -39,7 +39,7 @@ from torch.nn import functional as F
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit, make_trainer, run_once, settings
 from tests.support.models import MLPModule, Recorder
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 

@@ -80,9 +80,9 @@ def test_fit_resume_validate_test_and_predict_equal_ddp(package, stage, tmp_path
     assert (tmp_path / "lightning_logs" / "version_1" / "zero" / "report.json").exists()
 
 
-# Names and objects of ours in a program that imports a Trainer before or after them.
+# Names and objects of ours in a program that imports a Trainer before or after them, and trains.
 PROGRAM = """
-import sys
+import importlib, sys
 import lightning_zero
 {first}
 from lightning_zero import ZeroStrategy
@@ -95,6 +95,10 @@ for given in ("zero3", ZeroStrategy(3)):
     assert type(strategy) is ZeroStrategy
     assert isinstance(strategy, package.strategies.Strategy)
 assert issubclass(ZeroMonitor, package.Callback)
+demos = importlib.import_module(package.__name__ + ".demos.boring_classes")
+trainer = Trainer(strategy="zero3", max_steps=2, limit_val_batches=0, **options)
+trainer.fit(demos.BoringModel())
+assert trainer.global_step == 2
 assert not set({without}) & set(sys.modules)
 """
 LIGHTNING = "from lightning.pytorch import Trainer"
@@ -128,7 +132,7 @@ PAGE = PAGE.replace("devices=8", 'devices=2, accelerator="cpu"')
 PAGE += "\nassert type(trainer.strategy) is ZeroStrategy"
 
 
-@pytest.mark.default_cases("pytorch_lightning", "named by the variable")
+@pytest.mark.default_cases("pytorch_lightning")
 @pytest.mark.parametrize(
     ("first", "second", "chosen", "variables"),
     [
@@ -158,6 +162,7 @@ for given in ("zero3", lightning_zero.ZeroStrategy(3)):
 """
 
 
+@pytest.mark.slow
 def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_error(run_program):
     of_name, of_object = run_program(BY_REGISTRY).splitlines()
     for text in (of_name, of_object):
@@ -165,6 +170,7 @@ def test_with_both_the_first_registry_decides_and_the_other_trainer_raises_an_er
         assert f"set {VARIABLE}=lightning." in text
 
 
+@pytest.mark.slow
 def test_an_unknown_name_in_the_variable_is_an_error(run_program):
     program = """
 try:
@@ -204,6 +210,7 @@ def train_with_fabric(rank, world_size):
     return names["sums"]
 
 
+@pytest.mark.slow
 def test_fabric_of_lightning_fabric_trains_as_that_of_lightning(run_program):
     (expected,) = run_ranks(1, train_with_fabric, has_group=False)
     program = FABRIC.format(package="lightning_fabric", without=OTHERS["pytorch_lightning"])
@@ -256,7 +263,7 @@ assert type(fabric.strategy).__module__ == "lightning_zero.fabric.strategy"
 """
 
 
-@pytest.mark.default_cases("pytorch_lightning")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "fabric"),
     [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")],

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.fitting import arrays, fit_ranks, fit_reference, make_trainer, run_once, settings
 from tests.support.models import ConvModule, GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class IndexModule(MLPModule):
@@ -277,7 +277,7 @@ def _check_after_fit(rank, world_size, spec):
     return "good"
 
 
-@pytest.mark.default_cases("ddp first-1")
+@pytest.mark.slow
 @pytest.mark.shows("the module under another strategy afterwards")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("order", ["ours first", "ddp first"])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
+from tests.support import warm
 from tests.support.cells import SHARDED_STAGE, slow_but
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import GPTModule, MLPModule
@@ -34,7 +35,7 @@ class NoneOnRank1Module(NoneModule):
     first_rank = 1
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_training_step_that_returns_none_is_lightnings_error_on_all_ranks(stage):
     start = time.monotonic()
@@ -155,7 +156,7 @@ def _fit_with_checkpoint(rank, world_size, spec, place):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("place", ["step", "forward"])
 def test_an_exception_on_all_ranks_is_saved_and_resumed_from_as_under_ddp(place, stage):
-    ours = run_ranks(2, _fail_and_resume, settings(stage), place, has_group=False)
+    ours = warm.run_ranks(2, _fail_and_resume, settings(stage), place, has_group=False)
     reference = run_once(2, _fail_and_resume, "ddp", place)
     for (step, state), (expected_step, expected) in zip(ours, reference, strict=True):
         assert step == expected_step
@@ -181,7 +182,7 @@ def _fail_and_resume(rank, world_size, spec, place):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("place", ["step", "forward", "backward", "optimizer"])
 def test_after_an_exception_validate_and_fit_work_as_under_ddp(place, stage):
-    ours = run_ranks(2, _fail_and_go_on, settings(stage), place, has_group=False)
+    ours = warm.run_ranks(2, _fail_and_go_on, settings(stage), place, has_group=False)
     reference = run_once(2, _fail_and_go_on, "ddp", place)
     for (val_loss, state), (expected_loss, expected) in zip(ours, reference, strict=True):
         assert val_loss == pytest.approx(expected_loss, rel=1e-6)
@@ -271,7 +272,7 @@ def _refuse(rank, world_size, spec):
     return len(module.losses)
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_an_exception_of_all_ranks_is_raised_on_each_and_the_next_fit_works(stage):
     assert run_ranks(2, _refuse, settings(stage), has_group=False) == [11, 11]

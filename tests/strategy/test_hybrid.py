@@ -19,7 +19,7 @@ from tests.support.fitting import (
     settings,
 )
 from tests.support.models import BranchModule, ConvModule, GPTModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 ACCUMULATING = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}

@@ -11,7 +11,7 @@ from tests.support.fitting import assert_same, fit_ranks, fit_reference, setting
 from tests.support.models import OPTIMIZERS, GANModule, MLPModule
 
 
-@pytest.mark.default_cases("adamw-2-3")
+@pytest.mark.slow
 @pytest.mark.shows("manual optimization, two optimizers (a GAN)")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [2, 3])

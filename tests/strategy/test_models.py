@@ -15,7 +15,7 @@ import lightning_zero
 from tests.support.fitting import fit, settings
 from tests.support.hugging_face import MODELS, MORE_MODELS, HuggingFaceModule, llama
 from tests.support.loops import engine_for
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 slow = pytest.mark.slow
 STAGES = [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 3]
@@ -99,7 +99,7 @@ def _check(kind, ours, reference):
             )
 
 
-@pytest.mark.default_cases("lora on llama-3")
+@pytest.mark.slow
 @pytest.mark.shows("models of transformers and peft (LoRA)")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", MODELS)

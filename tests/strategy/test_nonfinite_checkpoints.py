@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning_zero.cli import main
 from tests.support.fitting import DEVICE, make_trainer, settings
 from tests.support.models import GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class SaveLast(Callback):

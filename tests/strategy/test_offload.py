@@ -160,6 +160,7 @@ def test_every_name_trains_as_on_the_device_in_swap_directories_of_its_own(name,
         assert sum(f".rank{rank}." in name for name in directories) == 1
 
 
+@pytest.mark.slow
 def test_two_jobs_at_once_on_one_path_do_not_meet(tmp_path):
     results = {}
 
@@ -318,6 +319,7 @@ def test_what_a_user_does_gives_the_same_offloaded(name):
     run_ranks(2, compare, factory, options, has_group=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["unused"], SCENARIOS))
 def test_one_rank_alone_too(name):
     factory, options = SCENARIOS[name]
@@ -558,6 +560,7 @@ def _raise_on_one_rank(rank, world_size, folder):
         assert not list(Path(folder).glob(f"*.rank{rank}.*"))
 
 
+@pytest.mark.slow
 def test_an_exception_on_one_rank_leaves_no_files(tmp_path):
     with pytest.raises(RankError, match="ArithmeticError: out of luck") as raised:
         run_ranks(2, _raise_on_one_rank, str(tmp_path), has_group=False)

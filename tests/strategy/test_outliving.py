@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 KEPT_GLOBALLY = {}
 
@@ -117,7 +117,7 @@ SPECS = {
 }
 
 
-@pytest.mark.default_cases("stage 1", "stage 3", "offloaded")
+@pytest.mark.default_cases("stage 3")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_kept_tensors_are_saved_tested_pickled_and_used_in_a_second_fit_as_under_ddp(spec):
     ours = run_ranks(2, _use_afterwards, spec, {}, has_group=False)

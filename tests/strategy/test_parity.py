@@ -19,13 +19,13 @@ from tests.support.fitting import (
     settings,
 )
 from tests.support.models import OPTIMIZERS, SCHEDULERS, ConvModule, GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [0, 1, 2, 3]
 MODELS = {"gpt": GPTModule, "conv": ConvModule}
 
 
-@pytest.mark.default_cases("gpt-2-4-1", "gpt-2-4-3", "conv-3-1-2", "conv-3-1-3")
+@pytest.mark.default_cases("gpt-2-4-1", "conv-3-1-3")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
     ("model", "world_size", "accumulation"),
@@ -70,7 +70,7 @@ def test_each_scheduler_equals_ddp(scheduler, stage):
     assert reference[0].learning_rates[0] != OPTIMIZERS["adamw"].keywords["lr"]
 
 
-@pytest.mark.default_cases("prefetch all", "all parameters unsharded")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,7 +93,7 @@ def test_no_setting_of_stage_3_changes_the_result(options):
     assert_same(ours, fit_reference(2, factory, trainer))
 
 
-@pytest.mark.default_cases("no overlap-2")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     "options",

@@ -33,7 +33,7 @@ from tests.support.fitting import (
 )
 from tests.support.models import ConvModule, GPTModule, MLPModule, Recorder
 from tests.support.notes import text_of_error
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 REFUSALS = (ValueError, TypeError, RuntimeError, NotImplementedError)
@@ -140,6 +140,7 @@ def test_a_residual_mlp_with_norms_trains_in_bf16_mixed_as_under_ddp(stage):
     assert min(ours[0].losses) < ours[0].losses[0]
 
 
+@pytest.mark.slow
 def test_a_run_in_bf16_mixed_goes_on_from_its_checkpoint_bit_by_bit():
     factory = partial(ResidualModule, ranks=2, optimizer="adam")
     options = {"precision": "bf16-mixed"}

@@ -252,6 +252,7 @@ def _second_fit(rank, world_size):
     return len(first.losses), [p.name for p in Path().glob("*.ckpt")], Path("asked").read_text()
 
 
+@pytest.mark.slow
 def test_the_first_fit_of_a_job_does_not_take_up_what_the_second_saved():
     for num_losses, files, asked in run_ranks(2, _second_fit, has_group=False):
         assert num_losses == 12

@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning_zero.checkpoint.atomic import temporary_path
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Starting(Callback):
@@ -48,7 +48,7 @@ def _go_on_after_a_kill(rank, world_size, form, dirpath, asked):
     return starts, [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.default_cases("sharded-saved-last", "sharded-None-newest")
+@pytest.mark.default_cases("sharded-None-newest")
 @pytest.mark.parametrize(
     ("form", "dirpath", "asked"),
     [("sharded", "saved", "last"), ("sharded", None, "newest"), ("full", None, "last")],

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning_zero import open_checkpoint
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 RUNS = ("validate", "test", "predict")
 # Each run follows a save of the one before it; the second fit begins anew, as under DDP.
@@ -100,7 +100,7 @@ SPECS = {
 }
 
 
-@pytest.mark.default_cases("stage 1", "stage 3, sharded", "offloaded")
+@pytest.mark.default_cases("stage 3, sharded")
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_a_save_after_each_run_has_the_optimizer_states_and_resumes_as_under_ddp(spec):
     resumed = [len(BY_DEFAULT) - 1, "inside"]

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.support.fitting import arrays, make_trainer
 from tests.support.pages import PAGES
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 NUM_TOKENS = {0: 4, 1: 2, 2: 6, 3: 2}  # by rank
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_zero
 from lightning_zero.layout.keep_float32 import AUTOCAST, float32_parameters
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH = 8
 Shape = tuple[int, ...]

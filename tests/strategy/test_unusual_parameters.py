@@ -25,7 +25,7 @@ from tests.support.models import (
     TorchLayersModule,
     UnusedModule,
 )
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 MODULES = {
     "frozen": FrozenModule,
@@ -93,7 +93,7 @@ def fit_or_error(rank, world_size, spec, factory):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.default_cases("reentrant in the block-1")
+@pytest.mark.slow
 @pytest.mark.shows("activation checkpointing")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("checkpointing", list(CHECKPOINTING))
@@ -199,7 +199,7 @@ FULL_TENSOR_OPTIMIZERS = {
 }
 
 
-@pytest.mark.default_cases("Adamax-3")
+@pytest.mark.slow
 @pytest.mark.shows("elementwise optimizers")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", list(ELEMENTWISE))

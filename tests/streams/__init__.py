@@ -6,6 +6,6 @@ scenarios   what is trained, and how
 limits      which waits of the host and which overlap a scenario may have
 server      a process per scenario, forked from one that has imported torch
 checker     a client of the server
-seeded_faults   faults of the engine, and which of them are found
+seeded_faults   faults of the engine, which must be found
 device.cpp, accelerator.cpp   what torch's CPU build lacks of CUDA
 """

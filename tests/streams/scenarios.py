@@ -24,7 +24,7 @@ class Scenario:
             step, "edits" of parameters before the first step and after an evaluation, gradients
             "unscaled by the step" of a loss scaler, "failures" of a forward and of a backward, and
             "recorded" copies in the last step.
-        broken: A wait that is left out.
+        fault: Name of a seeded fault; empty: none.
         num_ranks: World size; this is rank 0. 0: there is no process group.
     """
 
@@ -33,7 +33,7 @@ class Scenario:
     precision: str = "fp32"
     optimizer: str = "adamw"
     options: tuple[str, ...] = ()
-    broken: str = ""
+    fault: str = ""
     num_ranks: int = 8
 
     @property

@@ -1,16 +1,26 @@
-"""The table of seeded faults fits the code."""
+"""The clocks and the limits of scenarios find faults of the engine."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from tests.streams.seeded_faults import FAULTS, Fault, scenario_of
+from tests.streams.checker import Checker
+from tests.streams.limits import complaints
+from tests.streams.scenarios import ALL
+from tests.streams.seeded_faults import FAULTS
+
+SCENARIOS = {scenario.name: scenario for scenario in ALL}
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[fault.breaks for fault in FAULTS])
-def test_a_seeded_fault_replaces_a_text_that_occurs_once(fault: Fault):
-    assert fault.num_places == 1
-    assert fault.old != fault.new
-    assert fault.scenarios or fault.tests
-    for name in fault.scenarios:
-        scenario_of(name)
+@pytest.mark.default_cases(
+    "no side stream waits for compute", "shards on the CPU are not page-locked"
+)
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_seeded_fault_is_found(checker: Checker, name: str):
+    fault = FAULTS[name]
+    scenario = SCENARIOS[fault.scenario]
+    outcome = checker.run(dataclasses.replace(scenario, fault=name))
+    found = complaints(scenario, outcome)
+    assert any(text.startswith(f"{fault.kind}:") for text in found), found

@@ -30,7 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.default_cases("optimizer", "both, 16 bit", "parameters in files, 16 bit")
+@pytest.mark.default_cases("both, 16 bit")
 @pytest.mark.parametrize("name", CASES)
 def test_the_bytes_of_copies_in_a_step_are_those_that_the_engine_copies(
     checker: Checker, name: str

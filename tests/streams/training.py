@@ -11,18 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_zero
-from lightning_zero.comm import backends
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.shadow import Shadow
 from lightning_zero.layout.offload import Tier
-from lightning_zero.optim import chunks, clone, step
-from lightning_zero.record import streams
+from lightning_zero.optim import chunks
 from lightning_zero.record.spans import Kind
-from lightning_zero.tiers import nvme
 from tests.streams.clocks import Clocks
 from tests.streams.fake_cuda import DEVICE
 from tests.streams.scenarios import Scenario
+from tests.streams.seeded_faults import seed
 
 __all__ = ["Net", "loss_of", "train"]
 
@@ -83,7 +79,7 @@ def train(
         In the last step: waits of the host; the number of launches; those of compute beside each
         other stream, by its name; and the bytes of copies, by kind, if they are recorded.
     """
-    _break(scenario.broken)
+    seed(scenario.fault)
     chunks.MAX_NUMEL_PER_CALL["cuda"] = (
         1500  # two blocks of a rank; the embedding and the head have more
     )
@@ -248,33 +244,3 @@ def _optimizers_of(name: str, module: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for p in parameters if p.dim() == 2]
     others = [p for p in parameters if p.dim() != 2]
     return [torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True)]
-
-
-def _break(what: str) -> None:
-    """Leaves out one wait."""
-    if what == "side stream":
-        backends.DeviceBackend._side_stream = lambda self, stream, after=None: streams.on(stream)
-    elif what == "gather":
-        backends._AsyncCollective.wait = lambda self: None
-    elif what == "drain":
-        StepWorker.drain = lambda self: None
-    elif what == "forget":
-        Communicator.discard = lambda self, pending: None
-    elif what == "copies":
-        Communicator.wait_for_cpu_copies = lambda self: None
-    elif what == "numbers":
-        clone.scalars_to_cpu = dict
-    elif what == "numbers at once":
-        step.scalars_to_cpu = dict
-    elif what == "arrival":
-        begin = chunks.ChunkStep.start_load
-
-        def begin_alone(self: chunks.ChunkStep) -> None:
-            begin(self)
-            self._arrival = None
-
-        chunks.ChunkStep.start_load = begin_alone
-    elif what == "file":
-        nvme.Transfer.wait = lambda self: None
-    else:
-        assert not what, what

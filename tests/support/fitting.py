@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 __all__ = [
     "Outcome",

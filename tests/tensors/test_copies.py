@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_zero import Engine, ZeroConfig, load_from_checkpoint
 from lightning_zero.tensors.guarded import GuardedParameter
 from tests.support.fitting import make_trainer
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Scaled(nn.Parameter):

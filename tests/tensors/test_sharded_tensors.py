@@ -415,7 +415,7 @@ CASES = {
 }
 
 
-@pytest.mark.default_cases("stage 0", "stage 1")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradients_changed_or_set_before_a_step_are_stepped_as_by_one_process(case):
     assert run_ranks(WORLD_SIZE, _change, *CASES[case]) == [[]] * WORLD_SIZE

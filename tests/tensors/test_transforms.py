@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
 
 from lightning_zero import Engine, ZeroConfig, full_grad, gathered
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Net(nn.Module):

@@ -542,6 +542,7 @@ def trained(write, tensor, net, backward, step, zero_grad):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_tensor_gets_another_memory_as_in_torch_or_by_one_error(stage):
     for found in run_ranks(2, _repoint, stage):
@@ -584,7 +585,7 @@ TORCHS_TEXT = [
 ]
 
 
-@pytest.mark.default_cases("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_functions_that_may_write_do_as_in_torch_or_raise_one_error(stage):
     for found in run_ranks(2, _write, stage, timeout_s=240):

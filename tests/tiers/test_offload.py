@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.tiers.storage import Storage
+from tests.support import ranks
 from tests.support.cells import SHARDED_STAGE
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH = 192
 SMALL = {"buffer_count": 3, "buffer_size": 2**16}
@@ -189,7 +190,7 @@ def _compare_separate_memory(rank, world_size, stage, dtype):
     _compare(rank, world_size, stage, 2, 0.1, 4, param_dtype=dtype)
 
 
-@pytest.mark.default_cases("2-None", "3-dtype2")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [
@@ -203,4 +204,4 @@ def _compare_separate_memory(rank, world_size, stage, dtype):
     ],
 )
 def test_where_cpu_memory_is_not_the_devices_too(stage, dtype):
-    run_ranks(2, _compare_separate_memory, stage, dtype, timeout_s=240)
+    ranks.run_ranks(2, _compare_separate_memory, stage, dtype, timeout_s=240)

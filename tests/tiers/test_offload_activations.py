@@ -12,7 +12,7 @@ from tests.support.fitting import fit, settings
 from tests.support.hugging_face import HuggingFaceModule
 from tests.support.loops import batch, build, engine_for
 from tests.support.models import GPTModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 CHECKPOINTING = [None, "reentrant", "non-reentrant", "non-reentrant in the block"]
 

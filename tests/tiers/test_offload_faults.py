@@ -116,6 +116,7 @@ def _break_files(rank, world_size, path, how):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_file_truncated_by_another_process_is_an_error_that_names_it(tmp_path):
     texts = run_ranks(2, _break_files, str(tmp_path), "truncated", timeout_s=60)
     assert all(isinstance(text, str) for text in texts), texts

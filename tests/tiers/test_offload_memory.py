@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.layout.stage import State
-from tests.support.ranks import run_ranks
 from tests.support.storage import live_storage_bytes
+from tests.support.warm import run_ranks
 
 WIDTH = 1024
 BLOCK_NUMEL = WIDTH * WIDTH

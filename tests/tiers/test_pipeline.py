@@ -228,7 +228,8 @@ class InterruptedHere(Exception):
     pass
 
 
-def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tmp_path):
+@pytest.mark.parametrize("num", [30, pytest.param(300, marks=pytest.mark.slow)])
+def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(num, tmp_path):
     """Raises, as Ctrl-C does, between any two instructions of the main thread."""
 
     def interrupt(*_):
@@ -239,7 +240,7 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(tm
 
     moments, before = random.Random(0), signal.signal(signal.SIGALRM, interrupt)
     try:
-        for _ in range(100):
+        for _ in range(num):
             store = NvmeStore(tmp_path, rank=0, block_bytes=PAGE)
             file = store.create("state", 12 * PAGE)
             pipeline = Pipeline(make_buffers(3, 2 * PAGE, pin=False))

@@ -66,14 +66,5 @@ def test_lightning_cli_shows_every_description(capsys):
     assert not missing
 
 
-def test_the_reference_shows_every_description():
-    griffe = pytest.importorskip("griffe", reason="mkdocstrings reads sources with griffe")
-    module = griffe.load("lightning_zero.strategy.strategy", docstring_parser="google")
-    sections = module["ZeroStrategy"].docstring.parsed
-    (section,) = [one for one in sections if one.kind == griffe.DocstringSectionKind.parameters]
-    shown = {one.name: " ".join(one.description.split()) for one in section.value}
-    assert shown == expected()
-
-
 def _without_spaces(text: str) -> str:
     return "".join(text.split())
