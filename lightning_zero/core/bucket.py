@@ -397,7 +397,7 @@ class Bucket:
 
         Collective.
         """
-        self.shards.num_writes += 1
+        self.shards.count_write()
         if self.plan.stage.all_gathers_after_step:
             self._pending = self.all_gather_into(self.unsharded_params.tensor)
 

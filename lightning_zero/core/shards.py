@@ -122,7 +122,7 @@ class Shards:
 
     @property
     def are_copies(self) -> bool:
-        """Whether own elements are stored apart from the unsharded buffer."""
+        """Whether own elements are stored in other memory than the unsharded buffer."""
         return self.all_gather_input is not None or self.separate_master is not None
 
     def rebind_to_unsharded(self, old: Tensor) -> None:
@@ -217,7 +217,7 @@ class Shards:
 
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""
-        self.num_writes += 1
+        self.count_write()
         self.before_write()
         self.master_or_param.write(0, values)
         self.cast_master()
@@ -239,6 +239,10 @@ class Shards:
         if isinstance(self.all_gather_input, MemoryShardStore):
             return self.all_gather_input.tensor
         return None
+
+    def count_write(self) -> None:
+        """Counts a write of the engine to all values."""
+        self.num_writes += 1
 
     def before_write(self) -> None:
         """Before the shard is written: ends reads of its file and its copies to the device."""
@@ -284,7 +288,7 @@ class Shards:
             self._write(own.start, torch.where(is_changed, updated, master))
 
     def _drop_previous_masters(self) -> None:
-        """Drops those of memory that nobody holds any more."""
+        """Drops those whose memory no tensor uses any more."""
         held = [pair for pair in self._previous_masters if not pair[0].expired()]
         self._previous_masters = held
 

@@ -46,7 +46,7 @@ class WrittenShards(Protocol):
 
     @property
     def are_copies(self) -> bool:
-        """Whether own elements are stored apart from the unsharded buffer."""
+        """Whether own elements are stored in other memory than the unsharded buffer."""
 
     def owned(self, index: int) -> range:
         """Own elements of slot `index`, counted from the slot's first element."""
