@@ -15,7 +15,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 suite=(
   tests/repository/test_compat.py
   tests/tensors
-  tests/core/test_order.py tests/core/test_between_steps.py tests/core/test_activation_checkpointing.py
+  tests/core/test_order.py tests/engine/test_core_programs.py tests/core/test_activation_checkpointing.py
   tests/engine/test_engine_loop.py tests/engine/test_compile.py
   tests/optim/test_full_tensors.py tests/optim/test_probe.py tests/optim/test_optimizer_states.py
   tests/checkpoint/test_dcp.py tests/checkpoint/test_formats.py tests/checkpoint/test_full.py

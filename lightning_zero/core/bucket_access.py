@@ -24,7 +24,6 @@ from lightning_zero.tensors.guarded import (
     GuardedParameter,
     Placement,
     attributes_of,
-    data_of,
     placement_of,
     set_placement,
 )
@@ -95,7 +94,7 @@ class BucketAccess:
             if shard is None:
                 shard = bucket.writes.data_shards[index] = _ParamShard(self, index)
             return ShardedTensor.of(shard, bucket.shard_specs[index], "p.data", values)
-        return data_of(bucket.parameters[index])
+        return bucket.parameters[index].data  # plain by now
 
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change this rank's elements of `sharded_data` in place."""

@@ -2,60 +2,14 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks.batch_size_finder import BatchSizeFinder
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import Engine, ZeroConfig, gathered
-from tests.support.fitting import arrays, make_trainer, settings
-from tests.support.models import MLPModule
+from tests.support.fitting import make_trainer, settings
 from tests.support.ranks import run_ranks
-
-
-class Clamp(pl.Callback):
-    """Weight clipping of a Wasserstein GAN."""
-
-    def on_train_batch_end(self, trainer, module, *args):
-        for parameter in module.parameters():
-            parameter.data.clamp_(-0.05, 0.05)
-
-
-class LoadOnce(pl.Callback):
-    """Loads pretrained weights in a hook."""
-
-    def on_train_start(self, trainer, module):
-        module.load_state_dict(
-            {k: torch.full_like(v, 0.25) for k, v in module.state_dict().items()}
-        )
-
-
-CALLBACKS = {
-    "clamp": Clamp,
-    "load": LoadOnce,
-}
-
-
-def _fit_with(rank, world_size, spec, callback, precision):
-    pl.seed_everything(0, verbose=False)
-    module = MLPModule(ranks=world_size)
-    make_trainer(spec, callbacks=[callback()], precision=precision, max_epochs=3).fit(module)
-    return arrays(module.state_dict())
-
-
-@pytest.mark.default_cases("clamp-0-32-true")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("callback", list(CALLBACKS))
-def test_weights_that_a_callback_writes_are_kept_as_under_ddp(callback, stage, precision):
-    expected = run_ranks(2, _fit_with, "ddp", CALLBACKS[callback], precision, has_group=False)
-    ours = run_ranks(2, _fit_with, settings(stage), CALLBACKS[callback], precision, has_group=False)
-    tolerance = 1e-6 if precision == "32-true" else 2e-2
-    for name, value in expected[0].items():
-        np.testing.assert_allclose(ours[0][name], value, atol=tolerance, rtol=tolerance)
-        np.testing.assert_array_equal(ours[0][name], ours[1][name])
 
 
 def _find_batch_size(rank, world_size, stage):

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig, gathered
 from lightning_zero.health.failures import DESYNC_HINT
-from tests.core.test_swapped_data import Net, nothing
 from tests.support.ranks import RankError
 from tests.support.warm import run_ranks
 
@@ -20,6 +19,34 @@ _reads_freed_memory = pytest.mark.skipif(
     not hasattr(torch.UntypedStorage, "_swap_data_ptr_"), reason="needs a newer torch than 2.11"
 )
 X = torch.linspace(-1, 1, 24).view(2, 12)
+
+
+def nothing(block):
+    pass
+
+
+class Block(nn.Linear):
+    def __init__(self):
+        super().__init__(12, 12)
+        self.after = nothing  # called after the forward's use of the parameters
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.after(self)
+        return x
+
+
+class Net(nn.Module):
+    """In stage 3 each block is a unit that is unsharded for its own forward only."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x.square().sum()
 
 
 def _built(stage, **settings):
