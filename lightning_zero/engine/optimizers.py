@@ -28,9 +28,9 @@ from lightning_zero.optim.probe import (
     CannotShardError,
     ProbeResult,
     StepKind,
-    check_takes_dense,
     is_assumed_elementwise,
     probe,
+    probe_assumed,
 )
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
@@ -78,8 +78,7 @@ def check_and_probe(
                 "the module that is trained."
             )
     if is_assumed_elementwise(optimizer, config):
-        check_takes_dense(optimizer)
-        return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
+        return probe_assumed(optimizer, config, device)
     is_sharded = config.states.has_shard(State.OPTIM)
     unsharded = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:

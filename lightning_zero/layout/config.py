@@ -154,8 +154,9 @@ class ZeroConfig:
             stages.
         assume_elementwise: bool or list of class names, default False. Promise that all optimizers,
             or those of these classes, treat each element by itself. Others do if their class is
-            known to, and step full tensors if not. If the promise is wrong, training is wrong.
-            Stages 1 to 3.
+            known to, and step full tensors if not. With True, no optimizer is probed, and each
+            steps all its parameters in one call. If the promise is wrong, training is wrong. Stages
+            1 to 3.
         offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
             of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
             then steps them. None: the device. Stages 1 to 3.

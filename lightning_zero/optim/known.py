@@ -94,10 +94,17 @@ def known_elementwise(kind: type[Optimizer]) -> bool | None:
     for parent in kind.__mro__:
         found = _KNOWN.get((parent.__module__.partition(".")[0], parent.__name__))
         if found is not None:
-            is_same = not any(hasattr(parent, name) for name in own - _HARMLESS)
+            names = (name for name in own - _HARMLESS if hasattr(parent, name))
+            is_same = all(_function(kind, name) is _function(parent, name) for name in names)
             return found if is_same else None
         own |= vars(parent).keys()
     return None
+
+
+def _function(kind: type[Optimizer], name: str) -> object:
+    """An attribute of a class, without the wrapper that torch puts around the `step` of each."""
+    function = getattr(kind, name)
+    return function.__wrapped__ if getattr(function, "hooked", False) else function
 
 
 def refusal_reason(kind: type[Optimizer]) -> str | None:

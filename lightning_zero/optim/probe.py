@@ -33,6 +33,7 @@ __all__ = [
     "find_full_optimizers",
     "is_assumed_elementwise",
     "probe",
+    "probe_assumed",
     "probed_settings",
     "refusal",
 ]
@@ -98,6 +99,19 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     if reason is not None:
         raise refusal(optimizer, reason + found.advice())
     return ProbeResult(found.kind(), is_elementwise=found.is_elementwise())
+
+
+def probe_assumed(optimizer: Optimizer, config: ZeroConfig, device: torch.device) -> ProbeResult:
+    """Result for an optimizer for which `is_assumed_elementwise` is True.
+
+    It may be called once for each bucket only if its class is named, and a probe allows it.
+    """
+    check_takes_dense(optimizer)
+    kind = StepKind.AT_ONCE
+    if not isinstance(config.assume_elementwise, bool):
+        with suppress(ValueError):
+            kind = _Probe(optimizer, device).kind()
+    return ProbeResult(kind, is_elementwise=True)
 
 
 def check_takes_dense(optimizer: Optimizer) -> None:
