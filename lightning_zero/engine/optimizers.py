@@ -23,12 +23,14 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.known import known_elementwise
 from lightning_zero.optim.probe import (
     CannotShardError,
     ProbeResult,
     StepKind,
-    check_takes_dense,
+    is_assumed_elementwise,
     probe,
+    probe_assumed,
 )
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
@@ -75,9 +77,8 @@ def check_and_probe(
                 f"{type(module).__name__}; build the optimizer from the parameters of "
                 "the module that is trained."
             )
-    if config.assume_elementwise:
-        check_takes_dense(optimizer)
-        return ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
+    if is_assumed_elementwise(optimizer, config):
+        return probe_assumed(optimizer, config, device)
     is_sharded = config.states.has_shard(State.OPTIM)
     unsharded = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
     try:
@@ -154,6 +155,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
         """Makes `optimizer`, with probe result `found`, step this rank's shards from now on."""
         kind = found.kind
         members = set(parameters_of(optimizer))
+        if self._comm.rank == 0 and not found.is_elementwise:
+            _explain_owners(optimizer, self._buckets)
         why_not = ""
         if kind is not StepKind.BY_BUCKET:
             why_not = "it can only step all parameters in one call"
@@ -276,6 +279,19 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 "or a GPU and did not fit into CPU memory with the module; save a checkpoint "
                 "before fit returns, as ModelCheckpoint does, or save the weights only."
             )
+
+
+def _explain_owners(optimizer: Optimizer, buckets: Sequence[Bucket]) -> None:
+    """One line on why an optimizer of a class that is not known steps full tensors."""
+    is_divided = any(bucket.shards.full_tensors is not None for bucket in buckets)
+    if is_divided and known_elementwise(type(optimizer)) is None:
+        name = type(optimizer).__name__
+        warnings.warn(
+            f"{name} is not known to be elementwise, so ranks exchange full tensors to step them, "
+            "which is exact. If each element depends on itself alone, assume_elementwise="
+            f'["{name}"] saves this traffic.',
+            stacklevel=2,
+        )
 
 
 def _read_to(device: torch.device, value: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ class ZeroStrategySettings:
     keep_float32: Any = None
     activation_checkpointing: Any = False
     broadcast_buffers: bool = True
-    assume_elementwise: bool = False
+    assume_elementwise: Any = False
     offload_optimizer: Any = None
     offload_param: Any = None
     overlap_step: bool = False

@@ -152,10 +152,11 @@ class ZeroConfig:
         broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
             to all ranks at the first forward after a step, as DistributedDataParallel does. All
             stages.
-        assume_elementwise: bool, default False. Promise that every optimizer treats each element by
-            itself. False: a probe on small tensors determines this, and optimizers that need full
-            tensors get them. True is for an optimizer that draws random numbers, for example; if
-            the promise is wrong, training is wrong. Stages 1 to 3.
+        assume_elementwise: bool or list of class names, default False. Promise that all optimizers,
+            or those of these classes, treat each element by itself. Others do if their class is
+            known to, and step full tensors if not. With True, no optimizer is probed, and each
+            steps all its parameters in one call. If the promise is wrong, training is wrong. Stages
+            1 to 3.
         offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
             of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
             then steps them. None: the device. Stages 1 to 3.
@@ -194,7 +195,7 @@ class ZeroConfig:
     keep_float32: Modules | None = None
     activation_checkpointing: bool | Modules = False
     broadcast_buffers: bool = True
-    assume_elementwise: bool = False
+    assume_elementwise: bool | Sequence[str] = False
     offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None
     offload_param: OffloadConfig | str | Mapping[str, Any] | None = None
     overlap_step: bool = False
@@ -317,6 +318,17 @@ def _check_bool(name: str, value: object) -> bool:
     return value
 
 
+def _check_assumed(name: str, value: object) -> bool | tuple[str, ...]:
+    names = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else ()
+    if isinstance(value, bool):
+        return value
+    if not names or not all(isinstance(item, str) for item in names):
+        raise TypeError(
+            f'{name} must be True, False, or names of optimizer classes, ["MyAdam"], got {value!r}.'
+        )
+    return names
+
+
 def _check_dtype(name: str, value: object) -> torch.dtype:
     dtype = _FLOATING.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not isinstance(dtype, torch.dtype) or dtype not in _FLOATING.values():
@@ -347,7 +359,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(SIZES, _check_size),
     "overlap_comm": _check_bool,
     "broadcast_buffers": _check_bool,
-    "assume_elementwise": _check_bool,
+    "assume_elementwise": _check_assumed,
     "overlap_step": _check_bool,
     "reshard_after_forward": _check_bool,
     "reduce_dtype": _check_dtype,

@@ -1,6 +1,5 @@
 """Steps the user's optimizers on shards. Imports core and all below it.
 
-    flow          data flow of an optimizer step: which elements each element depends on
     probe_run     steps a copy of an optimizer on small tensors
     probe         classifies an optimizer: elementwise, full tensors, or refused
     state_sizes   bytes of the states that an optimizer keeps for each parameter

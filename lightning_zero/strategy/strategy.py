@@ -11,7 +11,7 @@ Lightning calls one object for all of this, so each class is a subclass of the o
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -100,10 +100,11 @@ class ZeroStrategy(CheckpointStrategy):
         broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
             to all ranks at the first forward after a step, as DistributedDataParallel does. All
             stages.
-        assume_elementwise: bool, default False. Promise that every optimizer treats each element by
-            itself. False: a probe on small tensors determines this, and optimizers that need full
-            tensors get them. True is for an optimizer that draws random numbers, for example; if
-            the promise is wrong, training is wrong. Stages 1 to 3.
+        assume_elementwise: bool or list of class names, default False. Promise that all optimizers,
+            or those of these classes, treat each element by itself. Others do if their class is
+            known to, and step full tensors if not. With True, no optimizer is probed, and each
+            steps all its parameters in one call. If the promise is wrong, training is wrong. Stages
+            1 to 3.
         offload_optimizer: str, mapping or OffloadConfig, default None. Tier of optimizer shards and
             of the gradients that step them: "cpu", "nvme", "auto", or an `OffloadConfig`. The CPU
             then steps them. None: the device. Stages 1 to 3.
@@ -179,7 +180,7 @@ class ZeroStrategy(CheckpointStrategy):
         keep_float32: Modules | None = None,
         activation_checkpointing: bool | Modules = False,
         broadcast_buffers: bool = True,
-        assume_elementwise: bool = False,
+        assume_elementwise: bool | Sequence[str] = False,
         offload_optimizer: OffloadConfig | str | Mapping[str, Any] | None = None,
         offload_param: OffloadConfig | str | Mapping[str, Any] | None = None,
         overlap_step: bool = False,

@@ -18,7 +18,6 @@ from lightning_zero.planner.choices import plan_of
 from lightning_zero.planner.engine_run import RankOfGroup
 from lightning_zero.planner.estimates import exchanged_bytes
 from lightning_zero.record.spans import Kind
-from tests.optim.test_probe import FactoredFrom
 from tests.strategy.test_offload import ALL_NVME, compare
 from tests.support import ranks
 from tests.support.fitting import arrays, assert_same, fit, make_trainer, run_once, settings
@@ -265,15 +264,6 @@ def _refuse(rank, world_size, stage):
     with pytest.raises(ValueError, match=r"Lamb must step full tensors, but 1.weight was sharded"):
         engine.attach(Lamb(second))
     engine.close()
-    module = nn.ModuleList([nn.Linear(4, 5), nn.Linear(140, 130).requires_grad_(False)])
-    optimizer = FactoredFrom(
-        module[0].parameters(), lr=0.1
-    )  # elementwise as far as it has matrices
-    engine = Engine(module, [optimizer], config)
-    optimizer.add_param_group({"params": [module[1].requires_grad_(True).weight]})
-    engine.backward(module[0](torch.ones(2, 4)).sum())
-    with pytest.raises(ValueError, match=r"FactoredFrom must step full tensors, but 0.weight"):
-        engine.step()
 
 
 @pytest.mark.default_cases("1")

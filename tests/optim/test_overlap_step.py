@@ -38,7 +38,8 @@ def build(stage, *, overlap_step=True, **options):
     torch.manual_seed(3)
     net = Net()
     optimizer = SlowSGD(net.parameters(), lr=1e-2, momentum=0.9)
-    config = ZeroConfig(stage=stage, reduce_bucket_size=2**17, overlap_step=overlap_step, **options)
+    options = {"reduce_bucket_size": 2**17, "assume_elementwise": ["SlowSGD"]} | options
+    config = ZeroConfig(stage=stage, overlap_step=overlap_step, **options)
     SlowSGD.pause_s = 0.0
     engine = Engine(net, [optimizer], config)
     SlowSGD.pause_s, SlowSGD.num_calls = PAUSE_S, 0

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
+from lightning_zero.optim.known import known_elementwise
 from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
 from tests.support.full_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 
@@ -73,52 +74,6 @@ def test_each_group_is_probed_with_its_own_shapes():
     assert found(MuonAndAdam(groups)) == OF_TENSORS
 
 
-class FactoredFrom(torch.optim.SGD):
-    """Elementwise below 128 columns."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.dim() == 2 and min(p.shape) >= 128:
-                    p.grad.div_(p.grad.norm(dim=1, keepdim=True))
-        return super().step(closure)
-
-
-def test_a_size_threshold_is_detected_where_parameters_reach_it():
-    assert found(FactoredFrom(parameters((100, 300)))) == ELEMENTWISE
-    assert found(FactoredFrom(parameters((129, 300)))) == OF_TENSORS
-    groups = [{"params": parameters((6, 4))}, {"params": parameters((129, 300))}]
-    assert found(FactoredFrom(groups)) == OF_TENSORS
-
-
-class InBlocks(torch.optim.SGD):
-    """Scales each block of elements, if a tensor is a multiple of the block with at least 4096."""
-
-    def __init__(self, params, block):
-        super().__init__(params, lr=0.1)
-        self.block = block
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel() >= 4096 and p.numel() % self.block == 0:
-                    blocks = p.grad.view(-1, self.block)
-                    blocks.div_(blocks.abs().amax(dim=1, keepdim=True))
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("block", [32, 256, 2048, 4096])
-@pytest.mark.parametrize("shape", [(5000,), (300, 200), (63, 127), (3, 2000), (64, 3, 7, 7)])
-def test_blockwise_steps_are_detected_for_every_shape(shape, block):
-    assert found(InBlocks(parameters(shape, (40, 9)), block)) == OF_TENSORS
-
-
-def test_tensors_too_small_for_blocks_are_elementwise():
-    assert found(InBlocks(parameters((40, 100), (300,)), 256)) == ELEMENTWISE
-
-
 def test_a_compiled_step_is_probed_without_compiling():
     class Compiled(torch.optim.SGD):
         @torch.no_grad()
@@ -128,7 +83,7 @@ def test_a_compiled_step_is_probed_without_compiling():
                     torch.compile(_subtract, fullgraph=True)(p, p.grad)
 
     torch._dynamo.utils.counters.clear()
-    assert found(Compiled(parameters((3, 4)), lr=0.1)) == ELEMENTWISE
+    assert found(Compiled(parameters((3, 4)), lr=0.1)) == OF_TENSORS
     assert not torch._dynamo.utils.counters["stats"]
 
 
@@ -191,11 +146,8 @@ def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
         found(torch.optim.LBFGS(parameters((3, 4))))
 
 
-# ---------------------------------------------------------------- dependence not visible in values
-
-
 class Followed(torch.optim.SGD):
-    """SGD that calls `prepare` for each gradient, with a number shared by all."""
+    """SGD that calls `prepare` for each gradient, with the norms of all."""
 
     def __init__(self, params, prepare, lr=0.1, **options):
         super().__init__(params, lr=lr)
@@ -206,116 +158,107 @@ class Followed(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure=None):
         held = [(g, p) for g in self.param_groups for p in g["params"] if p.grad is not None]
-        numbers = {"norms": [p.grad.norm() for _, p in held]} if held else {}
+        norms = torch.stack([p.grad.norm() for _, p in held]) if held else torch.zeros(1)
         for group, p in held:
-            self.prepare(self, group, p, numbers)
+            self.prepare(self, group, p, norms)
         super().step()
 
 
-def _scale_where_huge(self, group, p, numbers):
-    if p.grad.abs().max() > 1e30:
-        p.grad.mul_(0.5)
+def _clip(self, group, p, norms):
+    p.grad.mul_((1.0 / norms.norm()).clamp(max=1.0))
 
 
-def _scale_where_huge_by_number(self, group, p, numbers):
-    p.grad.mul_(1.0 if p.grad.norm().item() < 1e30 else 0.5)
+def _clip_by_number(self, group, p, norms):
+    p.grad.mul_(min(1.0, 40.0 / norms.norm().item()))
 
 
-def _clip_far_above(self, group, p, numbers):
-    p.grad.mul_((1e30 / torch.stack(numbers["norms"]).norm()).clamp(max=1.0))
+def _estimate(self, group, p, norms):
+    group["d"] = max(group["d"], float(p.grad.norm()))
 
 
-def _clip_far_above_by_number(self, group, p, numbers):
-    p.grad.mul_(min(1.0, 1e30 / sum(norm.item() for norm in numbers["norms"])))
+def _remember(self, group, p, norms):
+    self.largest = max(getattr(self, "largest", 0.0), p.grad.max().item())
 
 
-def _estimate(self, group, p, numbers):
-    group["d"] = max(group["d"], 1e-30 * float(p.grad.norm()))
-    p.grad.mul_(group["d"])
+def _add_noise(self, group, p, norms):
+    p.grad.add_(torch.randn_like(p), alpha=1e-3)
 
 
-def _estimate_as_tensor(self, group, p, numbers):
-    group["lr"] = 0.1 + 0.0 * p.grad.sum()
+def _normalize(self, group, p, norms):
+    p.grad.div_(p.grad.norm())
 
 
-def _remember(self, group, p, numbers):
-    self.largest = max(getattr(self, "largest", 0.0), p.grad.max().item() * 1e-30)
-
-
-def _add_noise(self, group, p, numbers):
-    p.grad.add_(torch.randn_like(p), alpha=0.0)
-
-
-def _through_numpy(self, group, p, numbers):
-    p.grad.copy_(torch.from_numpy(p.grad.numpy().copy()))
-
-
-def _write_memory(self, group, p, numbers):
-    torch.from_numpy(p.detach().numpy())[:1] += 1.0
-
-
-def _zero_where_small(self, group, p, numbers):
-    p.grad[p.grad.abs() < 1e-30] = 0.0
-    p.grad = torch.where(p.grad > 1e30, -p.grad, p.grad.clone()).clamp(-1e30, 1e30)
-
-
-def _move(self, group, p, numbers):
-    p.grad = p.grad.flip(0)
-
-
-def _count(self, group, p, numbers):
+def _count(self, group, p, norms):
     group["d"] += 1
-
-
-def _raise_on_nan(self, group, p, numbers):
-    if torch.isnan(p.grad).any():
-        raise RuntimeError("a gradient is not a number")
-
-
-@pytest.mark.parametrize(
-    ("prepare", "expected"),
-    [
-        (_zero_where_small, ELEMENTWISE),
-        (_scale_where_huge, OF_TENSORS),
-        (_scale_where_huge_by_number, OF_TENSORS),
-        (_raise_on_nan, OF_TENSORS),
-        (_move, OF_TENSORS),
-        (_count, ProbeResult(StepKind.AT_ONCE, is_elementwise=True)),
-    ],
-)
-def test_dependence_is_detected_for_all_values(prepare, expected):
-    assert found(Followed(parameters((8, 9), (5,)), prepare)) == expected
 
 
 @pytest.mark.parametrize(
     ("prepare", "reason"),
     [
-        (_clip_far_above, "depends on the gradients of other parameters"),
-        (_clip_far_above_by_number, "depends on numbers of the gradients of other parameters"),
+        (_clip, "depends on the gradients of other parameters"),
+        (_clip_by_number, "depends on the gradients of other parameters"),
         (_estimate, "parameter group number d depends on the gradients of its parameters"),
-        (_estimate_as_tensor, "parameter group number lr depends on the gradients"),
         (_remember, "attribute largest depends on the gradients"),
         (_add_noise, "it draws random numbers"),
-        (_through_numpy, "its step uses Tensor.numpy()"),
-        (_write_memory, "its step uses Tensor.numpy()"),
     ],
 )
-def test_dependence_across_parameters_is_refused_for_all_values(prepare, reason):
+def test_a_step_that_combines_tensors_is_refused_with_the_reason(prepare, reason):
     with pytest.raises(CannotShardError, match=re.escape(reason)):
         found(Followed(parameters((8, 9), (5,)), prepare))
 
 
+def test_a_class_that_is_not_known_steps_full_tensors():
+    assert known_elementwise(Followed) is None
+    assert found(Followed(parameters((8, 9), (5,)), _normalize)) == OF_TENSORS
+    assert found(Followed(parameters((8, 9), (5,)), _count)) == AT_ONCE
+
+
+def test_a_subclass_counts_as_its_parent_unless_it_overrides_the_step():
+    class Named(torch.optim.AdamW):
+        def __init__(self, params):
+            super().__init__(params, lr=0.1)
+
+        def describe(self):
+            return "AdamW"
+
+    class Other(Named):
+        def step(self, closure=None):
+            return super().step(closure)
+
+    assert known_elementwise(Named) is True
+    assert found(Named(parameters((8, 9)))) == ELEMENTWISE
+    assert known_elementwise(Other) is None
+    assert known_elementwise(torch.optim.Muon) is False
+
+
+def test_an_option_that_combines_the_elements_of_a_tensor_is_found():
+    class RMSprop(torch.optim.RMSprop):
+        """Has the name of a known class, and another option."""
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None and self.param_groups[0]["momentum"]:
+                    p.grad.div_(p.grad.norm())
+            return super().step(closure)
+
+    RMSprop.__module__ = "timm.optim.rmsprop"
+    RMSprop.__name__ = "RMSpropTF"
+    assert found(RMSprop(parameters((8, 9)), momentum=0.9)) == OF_TENSORS
+    assert found(RMSprop(parameters((8, 9)))) == ELEMENTWISE
+
+
 def test_the_option_that_couples_all_gradients_is_named():
-    def prepare(self, group, p, numbers):
+    def prepare(self, group, p, norms):
         if group["max_grad_norm"] is not None:
-            _clip_far_above(self, group, p, numbers)
+            _clip(self, group, p, norms)
 
     optimizer = Followed(parameters((8, 9), (5,)), prepare, max_grad_norm=2.0)
     text = r"max_grad_norm=2.0 makes it do so: pass max_grad_norm=None.*gradient_clip_val=2.0"
     with pytest.raises(CannotShardError, match=text):
         found(optimizer)
     optimizer.param_groups[0]["max_grad_norm"] = None
-    assert found(optimizer) == ELEMENTWISE
+    assert found(optimizer) == OF_TENSORS
 
 
 class Late(torch.optim.SGD):
@@ -373,7 +316,7 @@ class Closing(torch.optim.SGD):
     ],
 )
 def test_unsupported_uses_of_a_closure_are_refused(way, reason):
-    assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
+    assert found(Closing(parameters((3, 4)), "once")) == OF_TENSORS
     with pytest.raises(CannotShardError, match=reason):
         found(Closing(parameters((3, 4)), way))
 
@@ -409,7 +352,7 @@ def test_a_probe_changes_nothing_of_the_optimizer():
             super().step()
 
     optimizer = Remembering(parameters((3, 4)))
-    assert found(optimizer) == ProbeResult(StepKind.AT_ONCE, is_elementwise=True)
+    assert found(optimizer) == AT_ONCE
     assert (optimizer.seen, float(optimizer.number)) == ([], 0.0)
 
 
@@ -425,22 +368,3 @@ def test_probes_have_the_dtype_of_the_parameters_and_no_states_of_the_run(option
     for parameter in held[:1]:  # as this rank's slice of it
         optimizer.state[parameter]["sum"] = optimizer.state[parameter]["sum"].view(-1)[:7]
     assert found(optimizer) == ELEMENTWISE
-
-
-ALL_OF_TORCH = [
-    kind
-    for kind in vars(torch.optim).values()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-]
-OTHERS = {"Muon": OF_TENSORS, "Adafactor": OF_TENSORS, "Optimizer": None, "LBFGS": None}
-
-
-@pytest.mark.parametrize("kind", ALL_OF_TORCH, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("foreach", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_torch_optimizers_are_classified(kind, foreach):
-    expected = OTHERS.get(kind.__name__, ELEMENTWISE)
-    if expected is None or kind is torch.optim.SparseAdam:
-        pytest.skip("needs a closure or sparse gradients")
-    shapes = [(9, 8)] if kind is torch.optim.Muon else [(9, 8), (4, 3, 2, 2), (5,), ()]
-    options = {} if kind is torch.optim.Muon else {"foreach": foreach}
-    assert found(kind(parameters(*shapes), lr=0.1, **options)) == expected

@@ -82,7 +82,10 @@ def test_an_embedding_with_sparse_gradients_trains_as_in_one_process(stage):
 
 
 class Decaying(torch.optim.SGD):
-    """Decays weights by the norm of each tensor, if weight decay is on."""
+    """Decays weights by the norm of each tensor, if weight decay is on.
+
+    It has the name of a class that is known to be elementwise.
+    """
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -91,6 +94,9 @@ class Decaying(torch.optim.SGD):
                 if p.grad is not None and group["weight_decay"]:
                     p.grad.add_(p / p.norm(), alpha=group["weight_decay"])
         return super().step(closure)
+
+
+Decaying.__module__, Decaying.__name__ = "timm.optim.sgdw", "SGDW"
 
 
 class Twice(torch.optim.SGD):
@@ -113,7 +119,7 @@ def _change_options(rank, world_size):
         engine.step()
     optimizer.param_groups[0]["weight_decay"] = 0.1
     engine.backward(module(torch.ones(2, 4)).sum())
-    with pytest.raises(ValueError, match="Decaying must step full tensors, but weight was sharded"):
+    with pytest.raises(ValueError, match="SGDW must step full tensors, but weight was sharded"):
         engine.step()
 
 

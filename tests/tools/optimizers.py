@@ -2,10 +2,11 @@
 
     python -m tests.tools.optimizers                          # all, as a table
     python -m tests.tools.optimizers timm torch.optim.Muon    # packages and classes by name
-    python -m tests.tools.optimizers --write tests/benchmarks/2026-11-23-optimizers.md
+    python -m tests.tools.optimizers --write tests/benchmarks/2026-11-28-optimizers.md
 
 Two ranks train in stages 1 and 3 on gradients of their own; the reference is one process on the
-mean of both gradients, with the same optimizer. For packages that are not installed one line stands
+mean of both gradients, with the same optimizer. The data flow of an optimizer that is stepped by
+elements must be elementwise, too. For packages that are not installed one line stands
 in the table. Some optimizers need arguments beside the parameters: see `_build`.
 """
 
@@ -36,6 +37,7 @@ from torch.optim import Optimizer
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.optim.probe import StepKind, probe
 from tests.support.ranks import RankError, run_ranks
+from tests.tools.data_flow.probe import trace
 
 __all__ = ["Outcome", "classes_of", "main"]
 
@@ -263,6 +265,8 @@ def _try(rank: int, kind: type[Optimizer]) -> Outcome:
             else:
                 return Outcome(f"stage {stage} TRAINS", _reason(str(error)), is_silent=True)
         return Outcome("refused", _reason(str(error)))
+    if found.is_elementwise and not _is_traced_elementwise(built()[1]):
+        return Outcome("by elements", "DIFFERENT: its data flow is not elementwise", is_silent=True)
     stepped = "by elements" if found.is_elementwise else "full tensors, by their owners"
     if found.kind is StepKind.AT_ONCE:
         stepped += ", in one call"
@@ -275,6 +279,13 @@ def _try(rank: int, kind: type[Optimizer]) -> Outcome:
         return Outcome(stepped, "one process comes to values that are not finite")
     is_silent = largest > _EXACT
     return Outcome(stepped, f"{'DIFFERENT: ' if is_silent else ''}{largest:.0e}", is_silent)
+
+
+def _is_traced_elementwise(optimizer: Optimizer) -> bool:
+    try:
+        return trace(optimizer, torch.device("cpu")).is_elementwise
+    except ValueError:
+        return False
 
 
 def _try_all(names: Sequence[str]) -> list[Outcome]:
