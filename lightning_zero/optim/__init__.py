@@ -1,5 +1,6 @@
 """Steps the user's optimizers on shards. Imports core and all below it.
 
+    known         classes of optimizers that are known to be elementwise, or not
     probe_run     steps a copy of an optimizer on small tensors
     probe         classifies an optimizer: elementwise, full tensors, or refused
     state_sizes   bytes of the states that an optimizer keeps for each parameter

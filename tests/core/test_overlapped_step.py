@@ -51,6 +51,7 @@ def _train(rank, world_size, stage):
     if stage == 3:
         optimizers.append(torch.optim.SGD([block.bias for block in net.blocks], lr=0.1))
         options = {"param_persistence_threshold": 10}  # biases are replicated
+    options["assume_elementwise"] = ["WaitingSGD"]
     engine = Engine(net, optimizers, ZeroConfig(stage=stage, overlap_step=True, **options))
     WaitingSGD.were_in_time = []
     for _ in range(3):

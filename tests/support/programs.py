@@ -348,7 +348,8 @@ class Plain(Side):
         return [p.detach() for p in self.module.parameters()]
 
     def renew(self) -> None:
-        """Nothing ends where nothing is sharded."""
+        """Loads the states, which torch converts to the dtype of the parameters (ASGD's rate)."""
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
 
 @dataclass
