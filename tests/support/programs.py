@@ -348,8 +348,8 @@ class Plain(Side):
         return [p.detach() for p in self.module.parameters()]
 
     def renew(self) -> None:
-        """Loads the states, which torch converts to the dtype of the parameters (ASGD's rate)."""
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        """Drops gradients that were zeroed in place: a new module has none."""
+        self.optimizer.zero_grad(set_to_none=True)
 
 
 @dataclass
