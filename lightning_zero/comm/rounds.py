@@ -6,7 +6,6 @@ its numbers. `RoundClient` runs the rounds of one rank and validates their resul
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from enum import IntEnum
@@ -14,8 +13,9 @@ from functools import partial
 from typing import NamedTuple
 
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
-from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError, is_user_frame
+from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError
 from lightning_zero.health.together import PeerFailedError
+from lightning_zero.record.frames import called_from
 
 __all__ = ["Request", "RequestKind", "RoundClient", "Tally", "Vote"]
 
@@ -152,14 +152,14 @@ class RoundClient:
 
     def set_call(self, name: str) -> None:
         """Sets the call that all ranks make now; "": none. Local."""
-        text = f"reached {name}, {_called_from()}" if name else ""
+        text = f"reached {name}, {called_from()}" if name else ""
         self._state = self._state._replace(current_call=text)
 
     def note_write(self, name: str) -> None:
         """Notes that this rank writes to its shard of parameter `name`. Local."""
         self._state = self._state._replace(
             num_writes=self._state.num_writes + 1,
-            last_write=f"wrote to parameter {name}, {_called_from()}",
+            last_write=f"wrote to parameter {name}, {called_from()}",
         )
 
     # ---------------------------------------------------------------- rounds
@@ -299,11 +299,3 @@ def _desync_text(name: str, action: str = "") -> str:
         "Lightning's own sampler does, and make the same calls in the same order on all ranks, not "
         "under `if rank == 0`."
     )
-
-
-def _called_from() -> str:
-    """The innermost line of the user's code on the stack, as file:line."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_user_frame(frame):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

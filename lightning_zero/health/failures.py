@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import traceback
 from dataclasses import dataclass
-from types import FrameType
 
 import torch.distributed as dist
 
@@ -18,7 +17,6 @@ __all__ = [
     "RankFailure",
     "desync_error",
     "is_transport_error",
-    "is_user_frame",
     "may_be_transport_error",
     "print_now",
     "summary",
@@ -29,18 +27,6 @@ DESYNC_HINT = (  # a line of errors about desynchronized ranks
     "rank; to run forwards without gradients on some ranks only, enter "
     "`with lightning_zero.uneven_calls(module):` on every rank."
 )
-
-# Packages whose frames are not the user's.
-_SKIPPED_PACKAGES = {
-    "torch",
-    "lightning",
-    "pytorch_lightning",
-    "lightning_fabric",
-    "hydra",
-    "copy",
-    "contextlib",
-    __name__.partition(".")[0],
-}
 
 
 class DesynchronizedError(RuntimeError):
@@ -89,12 +75,6 @@ def is_transport_error(error: BaseException) -> bool:
         return True
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return type(error) is RuntimeError and any(map(is_collective_call, frames))
-
-
-def is_user_frame(frame: FrameType) -> bool:
-    """Whether `frame` runs the user's code: not this package's, torch's or Lightning's."""
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package not in _SKIPPED_PACKAGES
 
 
 def summary(error: BaseException) -> str:

@@ -122,11 +122,6 @@ class Waits:
         return bool(self._announced)
 
     @property
-    def is_announced(self) -> bool:
-        """Whether this thread has announced a wait."""
-        return threading.get_ident() in self._announced
-
-    @property
     def has_main_thread(self) -> bool:
         """Whether the main thread has announced a wait."""
         return self._main in self._announced

@@ -222,11 +222,6 @@ class Watchdog:
             raise desync_error(self._rank, name, error) from error
         # else an error of this rank alone, such as one of pickling
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this thread is inside `waiting`."""
-        return self.waits.is_announced
-
     def raise_if_failed(self) -> None:
         """Raises the PeerAbortedError of the current failure, if there is one.
 

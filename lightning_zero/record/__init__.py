@@ -3,6 +3,7 @@
     spans       `Span`, and the `Recording` of a window, with overlapped and exposed time
     recorder    `Recorder`: begins and ends spans, on the host or on a CUDA stream
     streams     CUDA streams and events
+    frames      the line of the user's code that called
 
 Begin with `spans.Recording`.
 """

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from lightning_zero.health.failures import DesynchronizedError, is_user_frame
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.health.watchdog import Watchdog
+from lightning_zero.record.frames import is_user_frame
 
 __all__ = ["shorten_traceback"]
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_zero.record.frames import called_from
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 from lightning_zero.tensors.live import EndedShard
 from lightning_zero.tensors.operators import (
@@ -58,7 +59,7 @@ class ShardedTensorError(RuntimeError):
     def __init__(self, sharded: ShardedTensor, name: str, why: str = "") -> None:
         self._sharded, self._why = sharded, why
         super().__init__(
-            f"{name!r} on {sharded.title}, which is sharded: "
+            f"{name!r} on {sharded.title}, which is sharded, called at {called_from()}: "
             f"{why or _NEEDS_ALL}; {_REMEDIES[sharded.role]}. "
             "Elementwise operations, and sums, norms and extremes over all elements on every "
             "rank, give the results of the full tensor."
