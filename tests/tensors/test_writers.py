@@ -164,7 +164,8 @@ def repointed(write, tensor, stage):
     )
     if error is not None:
         is_clear = "weight" in error and ("gathered(" in error or "full_grad(" in error)
-        is_clear |= "Cannot swap" in str(error)  # of torch, before it swaps
+        if write is REPOINTING["swap_tensors"]:  # torch's own error, before it swaps
+            is_clear |= error.startswith("RuntimeError: Cannot swap t1 because it has weakref")
         return "refused" if is_clear or torch_error is not None else f"unclear: {error}"
     if torch_error is not None:
         return f"torch raises {torch_error}"
