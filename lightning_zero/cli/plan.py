@@ -57,6 +57,7 @@ from lightning_zero.planner import (
     shape_of_hugging_face,
     with_recompute,
 )
+from lightning_zero.tensors.ties import check_memory
 
 __all__ = ["Source", "source_from_arguments", "run"]
 
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)
     source = source_from_arguments(args)
+    check_memory(source.module)
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}.")

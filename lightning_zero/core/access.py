@@ -57,9 +57,29 @@ def gathered(
             buckets = [one.bucket for one in accesses if not one.bucket.has_views_installed]
             stack.enter_context(_writable(buckets, from_rank))
         else:
-            for access in accesses:
-                stack.enter_context(access.reading())
+            stack.enter_context(_reading(accesses))
         yield
+
+
+@contextmanager
+def _reading(accesses: Sequence[BucketAccess]) -> Iterator[None]:
+    """Unshards the buckets; raises on all ranks if one of them was written to. Collective."""
+    watched = [access for access in accesses if not access.bucket.is_pinned]  # by this context
+    with ExitStack() as stack:
+        for access in accesses:
+            stack.enter_context(access.reading())
+        numbers = [access.bucket.shards.num_writes for access in watched]
+        yield
+
+        def check() -> None:
+            for access, number in zip(watched, numbers, strict=True):
+                if access.bucket.shards.num_writes == number:  # else the engine has written
+                    access.check_unchanged()
+
+        if watched:
+            lockstep = watched[0].lockstep
+            lockstep.barrier("the end of lightning_zero.gathered(...)")
+            run_on_all_ranks(check, gather=lockstep.gather_objects)
 
 
 def full_grad(parameter: nn.Parameter) -> Tensor | None:
@@ -157,6 +177,7 @@ def _accesses_to(
     return list(found)
 
 
+_DIGESTED = 2**22  # bytes at a time: their places take eight times as much memory
 # Digests of changed parameters, by bucket and name: averages have the names of their model, too.
 _Digest = tuple[int, int]
 _Changes = dict[tuple[int, str], _Digest]
@@ -228,8 +249,13 @@ def _digest(tensor: Tensor) -> _Digest:
     Equal for equal bits on any device and rank. Synchronizes with the device.
     """
     octets = tensor.detach().reshape(-1).view(torch.uint8)
-    places = torch.arange(1, octets.numel() + 1, device=octets.device)
-    return int(octets.sum()), int(places.mul_(octets).sum())
+    places = torch.arange(1, min(octets.numel(), _DIGESTED) + 1, device=octets.device)
+    total = weighted = 0
+    for number, part in enumerate(octets.split(_DIGESTED)):
+        sum_of_part = int(part.sum())
+        weighted += int((places[: part.numel()] * part).sum()) + number * _DIGESTED * sum_of_part
+        total += sum_of_part
+    return total, weighted
 
 
 def _check_one_writer(by_rank: Sequence[tuple[int, _Changes]]) -> None:

@@ -387,7 +387,8 @@ class Bucket:
         self._joint.store(is_changed=is_changed)
         self.enter_idle_phase()
         self._joint.restore_grads()
-        self.writes.watch()
+        if self.phase is Phase.UNSHARDED:
+            self.writes.watch()
         if is_changed and all_gathers and self.plan.stage.all_gathers_after_step:
             self.mark_in_flight()
             self.end_step()
@@ -433,6 +434,10 @@ class Bucket:
         """Keeps the bucket unsharded until `unpin`."""
         self._num_pins += 1
 
+    @property
+    def is_pinned(self) -> bool:
+        return self._num_pins > 0
+
     def unpin(self) -> None:
         self._num_pins -= 1
 
@@ -446,13 +451,15 @@ class Bucket:
         self.pin()
         self.has_views_installed = True
         set_plain_data(self.parameters, views)
+        self.writes.watch()
 
     def uninstall_views(self) -> None:
         """Points the parameters at the tensors of their phase again."""
         self.unpin()
         self.has_views_installed = False
         self.restore_data_pointers()
-        self.writes.watch()
+        if self.phase is Phase.UNSHARDED:
+            self.writes.watch()
 
     def leave_device(self) -> None:
         """Guards replicated parameters while tiers/state_offload.py keeps their memory free.
@@ -472,13 +479,22 @@ class Bucket:
     def sync_writes(self) -> None:
         """Syncs the user's writes to unsharded parameters, and replaced `.data`, into the masters.
 
-        Torch's pruning, for example, writes by `parameter.data = other`.
+        Not while a context holds the bucket: it reports writes, or keeps them, when it ends.
 
         Raises:
             ValueError: Replaced data has another shape or dtype; the parameter then has its own
                 again.
         """
-        if self.phase is Phase.UNSHARDED and not self.has_views_installed:
+        self.detect_writes()
+        if not (self._num_pins or self.shards_params):
+            self.shards.sync_replicated()
+
+    def detect_writes(self) -> None:
+        """As `sync_writes`, but only writes that are found without reading all values.
+
+        Torch's pruning, for example, writes by `parameter.data = other`.
+        """
+        if self.phase is Phase.UNSHARDED and not self._num_pins:
             self.writes.sync()
 
     # ---------------------------------------------------------------- failures and the end

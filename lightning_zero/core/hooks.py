@@ -352,8 +352,8 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         dtype = bucket.orig_dtypes[placement.index]
         if isinstance(value, ShardedTensor):
             copied = value.full_copy("state_dict", dtype)
-        elif bucket.shards_params:
-            copied = value.to("cpu", dtype, copy=True)
+        elif bucket.shards_params and not bucket.has_views_installed:
+            copied = value.to("cpu", copy=True)
         else:
             continue
         bucket.writes.watch_copy(placement.index, copied)

@@ -134,7 +134,7 @@ class Shards:
         store = self.separate_master
         if store is not None and self.all_gather_input is None:
             held = StorageWeakRef(old.untyped_storage())
-            self._drop_previous_masters()
+            self.drop_previous_masters()
             self._previous_masters.append((held, store.fetch(0, store.numel).clone()))
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
@@ -271,24 +271,39 @@ class Shards:
         rounded former master restore that one.
         """
         own = self.layout.ranges[index]
-        if not own:
+        if own:
+            self._merge(own.start, own.stop, values)
+
+    def sync_replicated(self) -> None:
+        """Finds writes to replicated parameters that nothing has counted, in all own elements.
+
+        Only where that reads no file, and copies nothing from a device.
+        """
+        self.drop_previous_masters()
+        master = self.separate_master
+        if self.all_gather_input is not None or not isinstance(master, MemoryShardStore):
             return
+        own = self.own_slice
+        if master.tier is Tier.DEVICE or own.device.type == "cpu":
+            self._merge(0, own.numel(), own)
+
+    def _merge(self, start: int, stop: int, values: Tensor) -> None:
         self.before_write()
-        master = self.master_or_param.fetch(own.start, own.stop)
+        master = self.master_or_param.fetch(start, stop)
         values = values.to(master.device)
         with torch.no_grad():
             is_changed, updated = values != master.to(values.dtype), values.to(master.dtype)
             # On a device, `any` synchronizes, which costs more than writing in every case.
             if master.device.type == "cpu" and not is_changed.any():
                 return
-            self._drop_previous_masters()
+            self.drop_previous_masters()
             for _, former in self._previous_masters:
-                part = former[own.start : own.stop]
+                part = former[start:stop]
                 updated = torch.where(values == part.to(values.dtype), part, updated)
-            self._write(own.start, torch.where(is_changed, updated, master))
+            self._write(start, torch.where(is_changed, updated, master))
 
-    def _drop_previous_masters(self) -> None:
-        """Drops those whose memory no tensor uses any more."""
+    def drop_previous_masters(self) -> None:
+        """Drops copies of former masters for which users hold no memory any more."""
         held = [pair for pair in self._previous_masters if not pair[0].expired()]
         self._previous_masters = held
 

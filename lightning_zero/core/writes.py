@@ -1,12 +1,13 @@
 """What users do to the parameters of a bucket: write to them, and assign `.data`.
 
-[Note: Detecting writes] Every torch tensor on the memory of an unsharded parameter shares the
-parameter's version counter, `parameter.data` too (tensors/guarded.py): a write by torch increments
-it. Writes that torch does not count, by `torch.distributed` or NumPy, go through `parameter.data`,
-or through a NumPy array, which marks the memory. So at the next sync this rank's elements of such
-parameters are compared with the rounded main parameters; those that differ were written. The others
-leave the main parameters as they are. Only a tensor that the user keeps from an earlier use and
-writes to without torch is not noticed.
+[Note: Detecting writes] A write by torch to an unsharded parameter, to a view of it or to
+`parameter.data` (tensors/guarded.py) increments the version counter of the parameter. Other writes
+have no counter: `torch.distributed`, NumPy, the `.data` of a view. So at the next sync this rank's
+elements of a parameter whose counter moved, or whose `.data` was read, are compared with the
+rounded main parameters; those that differ were written, and the others leave the main parameters as
+they are. Before a step all elements of replicated parameters are compared, where that reads no file
+(`Shards.sync_replicated`). In stage 3, and where the main parameters are elsewhere, a write without
+a counter that does not go through `parameter.data` is not noticed.
 """
 
 from __future__ import annotations
@@ -231,12 +232,12 @@ class UserWrites:
         return self.counted() | self.data_read
 
     def changed(self) -> list[int]:
-        """Slots that were written, as far as this rank has the elements, or have other data. Local.
+        """Slots that were written since the last `watch`, or have other data. Local.
 
-        Not those that `sync` has copied.
+        A write that torch has not counted is found only in the elements of this rank.
         """
         found = {*replaced(self._parameters, self._unsharded_params.views), *self.counted()}
-        for index in self._suspects() - found:
+        for index in set(range(len(self._parameters))) - found:
             if self._shards.differ(index, self._own_part(index)):
                 found.add(index)
         return sorted(found)
@@ -251,8 +252,8 @@ class UserWrites:
         assigned, error = replaced(self._parameters, self._unsharded_params.views), None
         if assigned:
             error = self._sync_assigned(assigned)
-        if self._shards.are_copies and (suspects := self._suspects()):
-            for index in suspects.difference(assigned):
+        if suspects := self._suspects():
+            for index in suspects.difference(assigned) if self._shards.are_copies else ():
                 self._shards.assign(index, self._own_part(index))
             self.watch()
         if error is not None:

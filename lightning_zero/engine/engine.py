@@ -440,6 +440,7 @@ class Engine:
         self.worker.drain()
         for bucket in self.buckets:
             bucket.wait_for_update()
+            bucket.sync_writes()
             bucket.reshard()
         self._free_device_memory(chosen)
 

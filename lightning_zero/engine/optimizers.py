@@ -156,7 +156,8 @@ class AttachedOptimizers(Sequence[Optimizer]):
         kind = found.kind
         members = set(parameters_of(optimizer))
         if self._comm.rank == 0 and not found.is_elementwise:
-            _explain_owners(optimizer, self._buckets)
+            own = [b for b in self._buckets if not members.isdisjoint(b.parameters)]
+            _explain_owners(optimizer, own)
         why_not = ""
         if kind is not StepKind.BY_BUCKET:
             why_not = "it can only step all parameters in one call"

@@ -2,8 +2,8 @@
 
 [Note: Known optimizers] The values of a few steps do not show that an optimizer is elementwise: a
 threshold may never be reached, a norm may be clipped. The data flow of a step does. It was traced
-for every class of thirteen packages. An optimizer of another class steps full tensors on their
-owners, which is right for all that do not combine tensors.
+for every class of thirteen packages; those of two are refused. An optimizer of another class steps
+full tensors on their owners, which is right for all that do not combine tensors.
 """
 
 from __future__ import annotations
@@ -81,20 +81,19 @@ _KNOWN = {
     for package, names in table.items()
     for name in names.split()
 }
-# What a subclass may define without changing the step.
-_HARMLESS = {"__init__", "__repr__", "__doc__", "__module__", "__qualname__", "__annotations__"}
 
 
 def known_elementwise(kind: type[Optimizer]) -> bool | None:
     """Whether a class is elementwise; None: it is not known. See [Note: Known optimizers].
 
-    A subclass counts as its parent if it overrides nothing of it, except its constructor.
+    A subclass counts as its parent if it overrides nothing of it, except special methods such as
+    its constructor.
     """
     own: set[str] = set()
     for parent in kind.__mro__:
         found = _KNOWN.get((parent.__module__.partition(".")[0], parent.__name__))
         if found is not None:
-            names = (name for name in own - _HARMLESS if hasattr(parent, name))
+            names = (n for n in own if hasattr(parent, n) and not n.startswith("__"))
             is_same = all(_function(kind, name) is _function(parent, name) for name in names)
             return found if is_same else None
         own |= vars(parent).keys()

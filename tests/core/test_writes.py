@@ -1,4 +1,4 @@
-"""Data that is not the view of a parameter is detected."""
+"""Writes to parameters are kept, or are an error: in `gathered`, and beside other calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_zero import Engine, ZeroConfig, gathered
 from lightning_zero.core.writes import replaced
+from tests.support.warm import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -23,3 +25,58 @@ def test_data_that_is_not_the_view_is_detected_whatever_its_dtype(other):
     assert replaced(parameters, views) == []
     parameters[1].data = other(views[1])
     assert replaced(parameters, views) == [1]
+
+
+def _row(net):
+    net.weight[0].data.fill_(9.0)
+
+
+def _written_inside(net, write, then):
+    with gathered(net):
+        with torch.no_grad():
+            write(net)
+        then(net)
+
+
+def _nested(net):
+    with gathered(net):
+        pass
+
+
+def _forward(net):
+    with torch.no_grad():
+        net(torch.ones(2, 5, dtype=net.weight.dtype))
+
+
+def _write(rank, world_size, stage, dtype):
+    torch.manual_seed(0)
+    net = nn.Linear(5, 4).to(dtype)
+    config = ZeroConfig(stage=stage)
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.0)], config)
+    ways = {"fill_": lambda net: net.weight.fill_(7.0)}
+    if stage == 3 or dtype is torch.bfloat16:
+        ways["row"] = _row  # else its memory is that of the main parameters
+    for write in ways.values():
+        for then in (lambda net: None, _nested, _forward):
+            with pytest.raises(RuntimeError, match=r"weight was changed inside .*gathered"):
+                _written_inside(net, write, then)
+            with gathered(net, writeback=True):
+                net.weight.data = torch.ones(4, 5, dtype=net.weight.dtype)
+    with gathered(net, writeback=True), torch.no_grad():
+        for value in net.state_dict().values():
+            value.fill_(3.0)
+    net.bias.data = torch.full((4,), 4.0, dtype=dtype)
+    engine.offload_states("parameters")
+    engine.reload_states()
+    with gathered(net):
+        found = [float(p.float().min()) for p in net.parameters()]
+    net(torch.ones(2, 5, dtype=dtype)).sum().item()  # its graph is gone
+    net.bias.data = torch.full((4,), 5.0, dtype=dtype)
+    engine.close()
+    return [*found, float(net.bias.float().min())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_write_inside_gathered_is_an_error_or_kept_whatever_else_happens_there(stage, dtype):
+    assert run_ranks(2, _write, stage, dtype) == [[3.0, 4.0, 5.0]] * 2

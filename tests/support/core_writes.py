@@ -58,6 +58,14 @@ def by_array(p):
     bits.numpy()[:] ^= 1 << (8 * p.element_size() - 1)  # the sign
 
 
+def by_row(p):
+    p[0].data.zero_()
+
+
+def by_all_reduce_of_it(p):
+    dist.all_reduce(p.detach(), op=dist.ReduceOp.SUM)
+
+
 @torch.library.custom_op("zero_core::halve", mutates_args=("x",))
 def halve(x: torch.Tensor) -> None:
     x.mul_(0.5)
@@ -131,7 +139,9 @@ WRITES_BY_MOMENT = {
     "written before use": _by_way(before_use, ELEMENTWISE_WAYS + OTHER_WAYS),
     "written after use": _by_way(after_use, ELEMENTWISE_WAYS + OTHER_WAYS),
     "written between steps": _by_way(between_steps, ELEMENTWISE_WAYS),
-    "written between steps in other ways": _by_way(between_steps, OTHER_WAYS),
+    "written between steps in other ways": _by_way(
+        between_steps, [by_row, by_all_reduce_of_it, *OTHER_WAYS]
+    ),
     "set before backward": _by_way(before_backward, [by_assignment]),
 }
 # Version counters do not know of these, or they belong to the new data: torch goes on.
