@@ -64,7 +64,7 @@ def gathered(
 @contextmanager
 def _reading(accesses: Sequence[BucketAccess]) -> Iterator[None]:
     """Unshards the buckets; raises on all ranks if one of them was written to. Collective."""
-    watched = [access for access in accesses if not access.bucket.is_pinned]  # by this context
+    watched = [access for access in accesses if not access.bucket.num_pins]  # by this context
     with ExitStack() as stack:
         for access in accesses:
             stack.enter_context(access.reading())

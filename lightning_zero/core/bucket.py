@@ -118,6 +118,7 @@ class Bucket:
         masters: Access to the elements in full precision.
         writes: Writes by the user.
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
+        num_pins: Number of contexts that hold the bucket; it is not freed while positive.
         has_views_installed: Whether the user may write to the views of `install_views`.
         is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
@@ -158,7 +159,7 @@ class Bucket:
         self._on_unsharded_change = on_unsharded_change
         if on_unsharded_change is not None:
             on_unsharded_change(True)
-        self._num_pins = 0  # contexts that hold the bucket, which is not freed while positive
+        self.num_pins = 0
         self._pending: Pending | None = None  # all-gather in flight
         self._overlapped = OverlappedStep(plan.name, self.comm.recorder)
         self.has_views_installed = False
@@ -314,7 +315,7 @@ class Bucket:
         Does nothing inside a transform of torch.func, which differentiates without our hooks; the
         end of the step reshards then.
         """
-        if not self.shards_params or self.phase is Phase.SHARDED or self._num_pins:
+        if not self.shards_params or self.phase is Phase.SHARDED or self.num_pins:
             return
         if _active_transforms() is not None:
             return
@@ -338,7 +339,7 @@ class Bucket:
 
     def discard_unsharded(self) -> None:
         """As `reshard`, without syncing writes."""
-        if self.shards_params and self.is_unsharded and not self._num_pins:
+        if self.shards_params and self.is_unsharded and not self.num_pins:
             self.wait_for_unshard()
             self.enter_idle_phase()
 
@@ -432,14 +433,10 @@ class Bucket:
 
     def pin(self) -> None:
         """Keeps the bucket unsharded until `unpin`."""
-        self._num_pins += 1
-
-    @property
-    def is_pinned(self) -> bool:
-        return self._num_pins > 0
+        self.num_pins += 1
 
     def unpin(self) -> None:
-        self._num_pins -= 1
+        self.num_pins -= 1
 
     def install_views(self, views: Sequence[Tensor]) -> None:
         """Points the parameters at `views`, by slot, plain, until `uninstall_views`.
@@ -476,26 +473,24 @@ class Bucket:
 
     # ---------------------------------------------------------------- writes by the user
 
-    def sync_writes(self) -> None:
+    def sync_writes(self, *, reads_all: bool = True) -> None:
         """Syncs the user's writes to unsharded parameters, and replaced `.data`, into the masters.
 
-        Not while a context holds the bucket: it reports writes, or keeps them, when it ends.
+        Torch's pruning, for example, writes by `parameter.data = other`. Not while a context holds
+        the bucket: it reports writes, or keeps them, when it ends.
+
+        Args:
+            reads_all: Compare all values of replicated parameters, too: some writes have no trace.
 
         Raises:
             ValueError: Replaced data has another shape or dtype; the parameter then has its own
                 again.
         """
-        self.detect_writes()
-        if not (self._num_pins or self.shards_params):
+        if self.num_pins or self.phase is not Phase.UNSHARDED:
+            return
+        self.writes.sync()
+        if reads_all and not self.shards_params:
             self.shards.sync_replicated()
-
-    def detect_writes(self) -> None:
-        """As `sync_writes`, but only writes that are found without reading all values.
-
-        Torch's pruning, for example, writes by `parameter.data = other`.
-        """
-        if self.phase is Phase.UNSHARDED and not self._num_pins:
-            self.writes.sync()
 
     # ---------------------------------------------------------------- failures and the end
 
@@ -552,7 +547,7 @@ class Bucket:
             return False
         self._pending = None
         if self.shards_params:
-            self._num_pins = 0
+            self.num_pins = 0
             self.enter_idle_phase()
         return True
 

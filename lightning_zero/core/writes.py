@@ -6,7 +6,7 @@ have no counter: `torch.distributed`, NumPy, the `.data` of a view. So at the ne
 elements of a parameter whose counter moved, or whose `.data` was read, are compared with the
 rounded main parameters; those that differ were written, and the others leave the main parameters as
 they are. Before a step all elements of replicated parameters are compared, where that reads no file
-(`Shards.sync_replicated`). In stage 3, and where the main parameters are elsewhere, a write without
+(`Shards.sync_replicated`). In stage 3, and where the main parameters are offloaded, a write without
 a counter that does not go through `parameter.data` is not noticed.
 """
 

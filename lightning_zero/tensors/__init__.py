@@ -1,4 +1,4 @@
-"""Tensors, parameters and their views. Imports layout.
+"""Tensors, parameters and their views. Imports layout and record.
 
     buffer      `FlatBuffer`: memory of one bucket, with one view for each parameter
     freed       reads of freed memory: NaN or an error

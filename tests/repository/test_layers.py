@@ -42,7 +42,7 @@ PACKAGES = [
 ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
-    "tensors": {"layout"},
+    "tensors": {"layout", "record"},
     "health": {"layout"},
     "deepspeed": {"layout", "tensors"},
     "launch": {"layout", "health"},
