@@ -2,8 +2,9 @@
 
 [Note: Known optimizers] The values of a few steps do not show that an optimizer is elementwise: a
 threshold may never be reached, a norm may be clipped. The data flow of a step does. It was traced
-for every class of thirteen packages; those of two are refused. An optimizer of another class steps
-full tensors on their owners, which is right for all that do not combine tensors.
+for every class of thirteen packages, and all classes of two of them are refused. An optimizer of
+another class steps full tensors on their owners, which is right for all that do not combine
+tensors.
 """
 
 from __future__ import annotations

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import re
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_zero.optim.known import known_elementwise
 from lightning_zero.optim.probe import CannotShardError, ProbeResult, StepKind, probe
-from tests.support.full_tensors import Lamb, MuonAndAdam, NormedLamb, Rows
 from tests.tools.data_flow.probe import trace
 
 slow = pytest.mark.slow  # they test this tool alone
 CPU = torch.device("cpu")
 ELEMENTWISE = ProbeResult(StepKind.BY_BUCKET, is_elementwise=True)
 OF_TENSORS = ProbeResult(StepKind.BY_BUCKET, is_elementwise=False)
-AT_ONCE = ProbeResult(StepKind.AT_ONCE, is_elementwise=False)
-SHAPE = st.lists(st.integers(2, 300), min_size=1, max_size=2).map(tuple)
-SHAPES = st.lists(SHAPE, min_size=1, max_size=4)
 
 
 def parameters(*shapes):
@@ -32,51 +24,6 @@ def parameters(*shapes):
 
 def found(optimizer):
     return trace(optimizer, CPU)
-
-
-@settings(deadline=None, max_examples=6)
-@given(SHAPES)
-@slow
-def test_the_result_does_not_depend_on_the_shapes(shapes):
-    assert found(torch.optim.AdamW(parameters(*shapes))) == ELEMENTWISE
-    assert found(Lamb(parameters(*shapes))) == OF_TENSORS
-    assert found(torch.optim.Adafactor(parameters(*shapes))) == OF_TENSORS
-
-
-@pytest.mark.parametrize(
-    ("build", "shapes", "expected"),
-    [
-        (torch.optim.Muon, [(300, 40), (8, 8)], OF_TENSORS),
-        (partial(torch.optim.Adafactor, foreach=True), [(8, 3, 3, 3), (7,)], OF_TENSORS),
-        (torch.optim.SGD, [(), (1, 1, 40)], ELEMENTWISE),
-        (Rows, [(4, 5), (3,)], AT_ONCE),
-    ],
-)
-@slow
-def test_probe_tensors_have_the_dimensions_of_the_parameters(build, shapes, expected):
-    assert found(build(parameters(*shapes))) == expected
-
-
-@slow
-def test_the_tensors_of_a_probe_are_freed_without_the_garbage_collector():
-    optimizer = torch.optim.AdamW(parameters((300, 40)))
-    gc.collect()
-    gc.disable()
-    try:
-        before = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-        found(optimizer)
-        assert sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects()) == before
-    finally:
-        gc.enable()
-
-
-@slow
-def test_each_group_is_probed_with_its_own_shapes():
-    groups = [
-        {"params": parameters((6, 4)), "use_muon": True},
-        {"params": parameters((6,)), "use_muon": False},
-    ]
-    assert found(MuonAndAdam(groups)) == OF_TENSORS
 
 
 class FactoredFrom(torch.optim.SGD):
@@ -126,72 +73,6 @@ def test_blockwise_steps_are_detected_for_every_shape(shape, block):
 @slow
 def test_tensors_too_small_for_blocks_are_elementwise():
     assert found(InBlocks(parameters((40, 100), (300,)), 256)) == ELEMENTWISE
-
-
-@slow
-def test_a_compiled_step_is_probed_without_compiling():
-    class Compiled(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    torch.compile(_subtract, fullgraph=True)(p, p.grad)
-
-    torch._dynamo.utils.counters.clear()
-    assert found(Compiled(parameters((3, 4)), lr=0.1)) == ELEMENTWISE
-    assert not torch._dynamo.utils.counters["stats"]
-
-
-def _subtract(p, grad):
-    p.sub_(grad, alpha=0.1)
-
-
-@slow
-def test_states_of_other_shapes_do_not_hinder_an_optimizer_that_has_stepped():
-    held = parameters((300, 20), (4,))
-    optimizer = torch.optim.Adafactor(held)
-    for parameter in held:
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    assert found(optimizer) == OF_TENSORS
-
-
-class NormAbove(NormedLamb):
-    """Clips by the norm of all gradients, if it exceeds a bound."""
-
-    def begin(self, parameters):
-        if parameters and torch.stack([p.grad.norm() for p in parameters]).norm() > 50:
-            super().begin(parameters)
-
-
-class Impatient(Lamb):
-    """Raises if one of its tensors has no gradient."""
-
-    def begin(self, parameters):
-        if len(parameters) < sum(len(group["params"]) for group in self.param_groups):
-            raise RuntimeError("a gradient is missing")
-
-
-@pytest.mark.parametrize(
-    ("build", "reason"),
-    [
-        (NormedLamb, "each parameter depends on the gradients of other parameters"),
-        (NormAbove, "each parameter depends on the gradients of other parameters"),
-        (Impatient, "tensors are empty and have no gradients (RuntimeError: a gradient is"),
-    ],
-)
-@slow
-def test_a_step_that_couples_all_tensors_is_refused_with_name_and_reason(build, reason):
-    expected = f"optimizer {build.__name__} cannot be sharded: "
-    with pytest.raises(CannotShardError, match=re.escape(expected)) as caught:
-        found(build(parameters((8, 9), (5,))))
-    assert reason in str(caught.value)
-
-
-@slow
-def test_an_optimizer_that_needs_a_closure_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"LBFGS cannot be stepped .*needs a closure.*missing"):
-        found(torch.optim.LBFGS(parameters((3, 4))))
 
 
 # ---------------------------------------------------------------- dependence not visible in values
@@ -308,97 +189,6 @@ def test_dependence_is_detected_for_all_values(prepare, expected):
 def test_dependence_across_parameters_is_refused_for_all_values(prepare, reason):
     with pytest.raises(CannotShardError, match=re.escape(reason)):
         found(Followed(parameters((8, 9), (5,)), prepare))
-
-
-@slow
-def test_the_option_that_couples_all_gradients_is_named():
-    def prepare(self, group, p, numbers):
-        if group["max_grad_norm"] is not None:
-            _clip_far_above(self, group, p, numbers)
-
-    optimizer = Followed(parameters((8, 9), (5,)), prepare, max_grad_norm=2.0)
-    text = r"max_grad_norm=2.0 makes it do so: pass max_grad_norm=None.*gradient_clip_val=2.0"
-    with pytest.raises(CannotShardError, match=text):
-        found(optimizer)
-    optimizer.param_groups[0]["max_grad_norm"] = None
-    assert found(optimizer) == ELEMENTWISE
-
-
-class Late(torch.optim.SGD):
-    """Changes nothing in its first four steps, and counts the steps in an attribute."""
-
-    def __init__(self, params):
-        super().__init__(params, lr=0.1)
-        self.state["number"] = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.state["number"] += 1
-        if self.state["number"] > 4:
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / p.grad.norm())
-
-
-@slow
-def test_an_optimizer_that_begins_late_is_followed_until_it_moves():
-    assert found(Late(parameters((3, 4)))) == AT_ONCE
-
-
-class Closing(torch.optim.SGD):
-    """SGD that uses the loss of its closure, or calls the closure like SAM."""
-
-    def __init__(self, params, way):
-        super().__init__(params, lr=0.1)
-        self.way = way
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = 1.0
-        if closure is not None and self.way == "again":
-            closure()
-        if closure is not None and self.way == "after a change":
-            torch._foreach_add_(self.param_groups[0]["params"], 1.0)
-        if closure is not None:
-            loss = closure()
-        held = self.param_groups[0]["params"]
-        if self.way == "number":
-            loss = float(loss)
-        for p in held if self.way in ("number", "tensor") else ():
-            if p.grad is not None:
-                p.grad.mul_(loss)
-        super().step()
-
-
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        ("again", "it calls its closure more than once in a step, or after"),
-        ("after a change", "it calls its closure more than once in a step, or after"),
-        ("number", "it uses the loss of its closure"),
-        ("tensor", "it uses the loss of its closure"),
-    ],
-)
-@slow
-def test_unsupported_uses_of_a_closure_are_refused(way, reason):
-    assert found(Closing(parameters((3, 4)), "once")) == ELEMENTWISE
-    with pytest.raises(CannotShardError, match=reason):
-        found(Closing(parameters((3, 4)), way))
-
-
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
-@slow
-def test_probes_have_the_dtype_of_the_parameters_and_no_states_of_the_run(options):
-    held = [p.double() for p in parameters((4, 5), (3,), ())]
-    held = [nn.Parameter(p.detach()) for p in held]
-    optimizer = torch.optim.Adagrad(held, lr=0.1, **options)
-    assert found(optimizer) == ELEMENTWISE
-    for parameter in held:
-        parameter.grad = torch.full_like(parameter, torch.inf)
-    optimizer.step()
-    for parameter in held[:1]:  # as this rank's slice of it
-        optimizer.state[parameter]["sum"] = optimizer.state[parameter]["sum"].view(-1)[:7]
-    assert found(optimizer) == ELEMENTWISE
 
 
 ALL_OF_TORCH = [
