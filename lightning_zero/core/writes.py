@@ -3,11 +3,12 @@
 [Note: Detecting writes] A write by torch to an unsharded parameter, to a view of it or to
 `parameter.data` (tensors/guarded.py) increments the version counter of the parameter. Other writes
 have no counter: `torch.distributed`, NumPy, the `.data` of a view. So at the next sync this rank's
-elements of a parameter whose counter moved, or whose `.data` was read, are compared with the
-rounded main parameters; those that differ were written, and the others leave the main parameters as
-they are. Before a step all elements of replicated parameters are compared, where that reads no file
-(`Shards.sync_replicated`). In stage 3, and where the main parameters are offloaded, a write without
-a counter that does not go through `parameter.data` is not noticed.
+elements of a parameter whose counter moved, whose `.data` or `.detach()` was taken, or that a
+collective was given, are compared with the rounded main parameters; those that differ were written,
+and the others leave the main parameters as they are. Before a step all elements of replicated
+parameters are compared, where that reads no file (`Shards.sync_replicated`). In stage 3, and where
+the main parameters are offloaded, a write without a counter to the `.data` of a view, or by a
+collective on a view, is not noticed.
 """
 
 from __future__ import annotations
@@ -125,7 +126,8 @@ class UserWrites:
 
     Attributes:
         data_shards: Shards that users have got as `parameter.data`, by slot.
-        data_read: Slots whose `.data` was read while it was unsharded, since the last sync.
+        data_read: Slots whose `.data` was read while it was unsharded, since the last sync; also
+            those that were detached, or given to a collective.
         copies: Entries of state dicts: slot, entry, its version counter, and the version at first.
     """
 

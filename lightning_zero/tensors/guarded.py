@@ -13,7 +13,9 @@ parameter: it acts on the sharded `.data` (sharded.py), unless autograd has to r
 [Note: `.data` shares the version] In torch, `parameter.data` has a version counter of its own. The
 plain class has a `data` property that is `parameter.detach()`, whose writes increment the counter
 of the parameter: so they are found, and between a forward and its backward they are torch's error
-about tensors "modified by an inplace operation".
+about tensors "modified by an inplace operation". Collectives write without a counter. They ask
+`is_complex` first, or are given `.data` or `.detach()`: so all three are noted, and the values are
+compared later (core/writes.py).
 
 [Note: Plain copies] `copy.deepcopy` and `pickle` look up their methods on the object first. A
 parameter of an engine has its own, so that its copy is an ordinary parameter in its original dtype
@@ -36,8 +38,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lightning_zero.record.frames import calling_collective
 from lightning_zero.tensors.operators import is_writing
-from lightning_zero.tensors.sharded import ShardedTensor
+from lightning_zero.tensors.sharded import READ_BY_COLLECTIVES, ShardedTensor
 
 __all__ = [
     "BetweenStepsError",
@@ -142,13 +145,14 @@ class GuardedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA and isinstance(args[0], GuardedParameter):
+        is_given = func in READ_BY_COLLECTIVES and calling_collective() != ""
+        if func in _METADATA and isinstance(args[0], GuardedParameter) and not is_given:
             return _METADATA[func](placement_of(args[0]), *args[1:], **kwargs)
         if func in _WITHOUT_VALUES:
             result = _WITHOUT_VALUES[func](*args, **kwargs)
             if result is not _NEEDS_VALUES:
                 return result
-        if func not in _UNTOUCHED:
+        if is_given or func not in _UNTOUCHED:
             if any(isinstance(leaf, ShardedTensor) for leaf in tree_leaves((args, kwargs))):
                 return _call_on_shards(func, args, kwargs)
             try:
@@ -227,12 +231,19 @@ def data_of(parameter: Tensor) -> Tensor:
 def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
     """Class of an unsharded parameter. See [Note: `.data` shares the version]."""
 
-    def get(self: nn.Parameter) -> Tensor:
+    def note_read(self: nn.Parameter) -> None:
         placement = self.__dict__.get(_ATTRIBUTE)
-        if placement is None or placement.on_data_read is None:
-            return raw_data(self)
-        placement.on_data_read(placement.index)
-        return self.detach()
+        if placement is not None and placement.on_data_read is not None:
+            placement.on_data_read(placement.index)
+
+    def get(self: nn.Parameter) -> Tensor:
+        note_read(self)
+        return own_class.detach(self)
+
+    def detach(self: nn.Parameter) -> Tensor:
+        if not torch.compiler.is_compiling():
+            note_read(self)
+        return own_class.detach(self)
 
     def put(self: nn.Parameter, values: Tensor) -> None:
         if isinstance(values, GuardedParameter):
@@ -241,9 +252,16 @@ def plain_class_of(own_class: type[nn.Parameter]) -> type[nn.Parameter]:
             values = values.full_tensor()  # collective, as are all uses of a sharded tensor
         _SET_DATA(self, values)
 
+    def is_complex(self: nn.Parameter) -> bool:
+        if not torch.compiler.is_compiling():
+            note_read(self)
+        return own_class.is_complex(self)
+
     names = {"__module__": own_class.__module__, "__qualname__": own_class.__qualname__}
     own = {
         "data": property(get, put),
+        "detach": detach,
+        "is_complex": is_complex,
         "_use_count": _refuse_swap,
         "__doc__": own_class.__doc__,
     }

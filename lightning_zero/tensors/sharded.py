@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from lightning_zero.record.frames import called_from
+from lightning_zero.record.frames import called_from, calling_collective
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 from lightning_zero.tensors.live import EndedShard
 from lightning_zero.tensors.operators import (
@@ -41,7 +41,7 @@ from lightning_zero.tensors.operators import (
 from lightning_zero.tensors.reductions import REDUCTIONS, norms, sum_of_bits
 from lightning_zero.tensors.shard_spec import InMemoryShard, LocalShard, ShardComm, ShardSpec
 
-__all__ = ["ShardedTensor", "ShardedTensorError"]
+__all__ = ["READ_BY_COLLECTIVES", "ShardedTensor", "ShardedTensorError"]
 
 
 class ShardedTensorError(RuntimeError):
@@ -216,6 +216,8 @@ class ShardedTensor(Tensor):
             return NotImplemented  # its __torch_function__ calls again with shards
         if func == _SET_DATA:
             return _set_data(*args)
+        if func in READ_BY_COLLECTIVES and (collective := calling_collective()):
+            args[0]._refuse(collective)
         if func in _FROM_MEMORY:
             return getattr(args[0], func.__name__)(*args[1:], **kwargs)
         name = _name_of(func)
@@ -373,6 +375,10 @@ def _set_data(sharded: ShardedTensor, values: Tensor) -> Tensor:
         sharded._refuse("data", "it would give this tensor other memory, and not the parameter")
     return sharded.copy_(values)
 
+
+# What collectives read of each tensor that they are given, also in lists. Before they write: that
+# counts no version.
+READ_BY_COLLECTIVES = {Tensor.dtype.__get__, Tensor.is_complex}  # type: ignore[attr-defined]
 
 # Functions with which torch reads the memory; a shard has none of the full shape.
 _FROM_MEMORY = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.data_ptr}

@@ -53,6 +53,24 @@ def by_all_reduce(p):
     dist.all_reduce(p.data, op=dist.ReduceOp.SUM)
 
 
+@torch.no_grad()
+def by_all_reduce_of_parameter(p):
+    dist.all_reduce(p, op=dist.ReduceOp.SUM)
+
+
+@torch.no_grad()
+def by_all_gather(p):
+    half = torch.full_like(p, 0.5)
+    dist.all_gather([p, *(torch.empty_like(half) for _ in range(dist.get_world_size() - 1))], half)
+
+
+@torch.no_grad()
+def by_scatter(p):
+    half = torch.full_like(p, 0.5)
+    dist.broadcast(half, 0)
+    dist.scatter(p, [half] * dist.get_world_size() if dist.get_rank() == 0 else None, 0)
+
+
 def by_array(p):
     bits = p.data.view(torch.uint16 if p.element_size() == 2 else torch.uint32)
     bits.numpy()[:] ^= 1 << (8 * p.element_size() - 1)  # the sign
@@ -79,7 +97,10 @@ ELEMENTWISE_WAYS = [
     in_place, by_data, by_detached, by_foreach, by_initialization, by_kept_data, by_assignment,
 ]  # fmt: skip
 # The last one marks the memory for good: all writes to it are found from then on.
-OTHER_WAYS = [by_transposed, by_broadcast, by_all_reduce, by_custom_operator, by_array]
+OTHER_WAYS = [
+    by_transposed, by_broadcast, by_all_reduce, by_all_reduce_of_it, by_all_reduce_of_parameter,
+    by_all_gather, by_scatter, by_custom_operator, by_array,
+]  # fmt: skip
 
 
 def before_use(way):
@@ -139,10 +160,12 @@ WRITES_BY_MOMENT = {
     "written before use": _by_way(before_use, ELEMENTWISE_WAYS + OTHER_WAYS),
     "written after use": _by_way(after_use, ELEMENTWISE_WAYS + OTHER_WAYS),
     "written between steps": _by_way(between_steps, ELEMENTWISE_WAYS),
-    "written between steps in other ways": _by_way(
-        between_steps, [by_row, by_all_reduce_of_it, *OTHER_WAYS]
-    ),
+    "written between steps in other ways": _by_way(between_steps, [by_row, *OTHER_WAYS]),
     "set before backward": _by_way(before_backward, [by_assignment]),
 }
 # Version counters do not know of these, or they belong to the new data: torch goes on.
-UNCOUNTED = {f"{way.__name__}, after_use" for way in (by_all_reduce, by_array, by_assignment)}
+_UNCOUNTED_WAYS = [
+    by_all_reduce, by_all_reduce_of_it, by_all_reduce_of_parameter, by_scatter, by_array,
+    by_assignment,
+]  # fmt: skip
+UNCOUNTED = {f"{way.__name__}, after_use" for way in _UNCOUNTED_WAYS}

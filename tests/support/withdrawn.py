@@ -136,6 +136,13 @@ COLLECTIVES = {
     "all_gather": lambda t: dist.all_gather([_like(t), _like(t)], t),
     "all_gather_single": lambda t: dist.all_gather_into_tensor(torch.empty(12, 6), t),
     "scatter": lambda t: dist.scatter(t, [_like(t)] * 2 if dist.get_rank() == 0 else None),
+    "reduce_scatter, list": lambda t: dist.reduce_scatter(_like(t), [t, t]),
+    "scatter, list": lambda t: dist.scatter(_like(t), [t, t], dist.get_rank()),
+    "all_gather, list": lambda t: dist.all_gather([t, _like(t)], _like(t)),
+    "gather, list": lambda t: dist.gather(_like(t), [t, t], dist.get_rank()),
+    "all_to_all, list": lambda t: dist.all_to_all([t, t], [_like(t), _like(t)]),
+    "all_gather_single, output": lambda t: dist.all_gather_into_tensor(t, torch.ones(3, 6)),
+    "all_to_all_single, output": lambda t: dist.all_to_all_single(t, _like(t)),
     "all_reduce, functional": lambda t: (
         dist._functional_collectives.all_reduce(t, "sum", dist.group.WORLD) + 0
     ),
