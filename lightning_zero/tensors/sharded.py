@@ -388,6 +388,8 @@ _FROM_MEMORY |= {Tensor.untyped_storage}
 # ---------------------------------------------------------------- elementwise
 
 _WITH_SCALAR = {"fill", "fill_"}  # take a 0-dim tensor as a number, as operators on lists do
+# Take tensors of one dtype only, such as that of a 16-bit parameter; its shard may be float32.
+_WITHOUT_PROMOTION = {"lerp"}
 _DROPPED_ARGUMENTS = ("memory_format",)  # a shard is 1-D
 
 
@@ -400,6 +402,9 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
     first = _first_of(leaves)
     if len(written) > 1:
         first._refuse(name)
+    if name.removeprefix(FOREACH).removesuffix("_") in _WITHOUT_PROMOTION:
+        leaves = _in_one_dtype(leaves, (written or tensors)[0].dtype)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if written and not isinstance(written[0], ShardedTensor):
         full = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in leaves]
         full = [_moved(t, written[0].device) for t in full]
@@ -434,6 +439,14 @@ def _elementwise(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, 
         home.change(run)
         return home
     return tree_map(lambda part: _result(part, home, shape), run(home.local))
+
+
+def _in_one_dtype(leaves: list[Any], dtype: torch.dtype) -> list[Any]:
+    def cast(leaf: Any) -> Any:
+        is_other = isinstance(leaf, Tensor) and leaf.dtype is not dtype
+        return torch.ops.aten._to_copy(leaf, dtype=dtype) if is_other else leaf
+
+    return list(map(cast, leaves))
 
 
 def _narrow(full: Tensor, shape: torch.Size, spec: ShardSpec) -> Tensor:

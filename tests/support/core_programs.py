@@ -269,6 +269,18 @@ def to_full(net, saved):
 
 
 @torch.no_grad()
+def to_own_dtype(net, saved):
+    """An average in the dtype of the parameters, which torch does not promote."""
+    for n, s in net.blocks.named_parameters():
+        shadow = saved.setdefault(n, torch.zeros(s.shape, dtype=s.dtype))
+        shadow.lerp_(s, 0.25)
+        torch._foreach_lerp_([shadow], [s.data], 0.25)
+        s.lerp_(shadow, 0.5)
+        torch._foreach_lerp_([s.data], [shadow], 0.5)
+        s.data = torch.lerp(s, shadow, torch.full(s.shape, 0.5, dtype=s.dtype))
+
+
+@torch.no_grad()
 def swapped(net, saved):
     """torch_ema's `store`, `copy_to` and `restore`."""
     kept = [s.clone() for s in net.blocks.parameters()]
@@ -333,8 +345,8 @@ def _write_twice(write):
 WRITES = {
     write.__name__: _write_twice(write)
     for write in (
-        lerp, momentum, data, foreach, copied, operators, with_out, from_full, to_full, swapped,
-        loaded, averaged_model, merged, clipped, normalized, moved,
+        lerp, momentum, data, foreach, copied, operators, with_out, from_full, to_full,
+        to_own_dtype, swapped, loaded, averaged_model, merged, clipped, normalized, moved,
     )
 }  # fmt: skip
 
