@@ -222,10 +222,10 @@ class RoundClient:
             error = self._flags_error(state.flags)
         elif _are_desynchronized(tally):
             try:
-                action = self._describe(state)
+                happened = self._describe(name, state)
             except RuntimeError:  # another rank has its error already, and has ended the rounds
-                action = ""
-            error = DesynchronizedError(_desync_text(name, action))
+                happened = ""
+            error = DesynchronizedError(_desync_text(name, happened))
             aborts = True
         if error is not None and aborts:
             self._control_plane.abort_waits(error)
@@ -243,8 +243,8 @@ class RoundClient:
         """Text of the only rank that sends one."""
         return self._control_plane.run_round([], text).mask.rstrip(b"\0").decode(errors="replace")
 
-    def _describe(self, state: _LocalState) -> str:
-        """Describes what one rank did alone, if that is known; the same text on every rank."""
+    def _describe(self, name: str, state: _LocalState) -> str:
+        """What one rank did alone, if that is known, and that this one reached `name`."""
         rank, size = self._control_plane.rank, self._control_plane.size
         own = [
             state.num_writes,
@@ -256,7 +256,10 @@ class RoundClient:
         sender = most % size if writes_differ else caller
         text = state.last_write if writes_differ else state.current_call
         received = self._receive_text(text.encode()[:_MAX_TEXT_BYTES] if rank == sender else b"")
-        return f"rank {sender} {received}" if received else ""
+        if not received:
+            return ""
+        reached = "" if rank == sender else f": this rank reached {name}"
+        return f"rank {sender} {received}; not every rank did{reached}."
 
     def _flags_error(self, flags: bytes) -> Exception:
         """Names the first parameter whose `requires_grad` differs by rank."""
@@ -284,11 +287,9 @@ def _are_desynchronized(tally: Tally) -> bool:
     return differs or not tally.is_same("history")
 
 
-def _desync_text(name: str, action: str = "") -> str:
+def _desync_text(name: str, happened: str = "") -> str:
     """Text of the error of this rank, which reached `name`: what happened, the cure, the rest."""
-    if action:
-        happened = f"{action}; not every rank did: this rank reached {name}."
-    else:
+    if not happened:
         happened = f"this rank reached {name}, and another rank reached a different call."
     return (
         f"{happened}\n{DESYNC_HINT}\n"

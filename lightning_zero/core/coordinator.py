@@ -470,8 +470,7 @@ class StepCoordinator:
             try:
                 self._complete_pass(error)
             except Exception as failure:
-                if failure is not error:
-                    errors.append(failure)
+                errors.append(failure)
         self._has_forward = self._is_in_backward = False
         self.order.reset(has_regrouped=has_regrouped)
         self.unsharder.end_backward()
@@ -480,6 +479,7 @@ class StepCoordinator:
         self.reducer.reset(has_regrouped=has_regrouped)
         for unit in self.units:
             unit.end_graphs()
+        errors = [failure for failure in errors if failure is not error]
         if errors and warns:
             warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
         return errors[0] if errors else None

@@ -1,8 +1,9 @@
-"""Health of the ranks: failures are detected and end all waits. Imports layout.
+"""Health of the ranks: failures are detected and end all waits. Imports record and layout.
 
     world         the default process group: its store, size and end; disconnecting groups
     together      `run_on_all_ranks`: work that fails on all ranks if it fails on one
     failures      what a failure of a rank is, and the errors that tell of it
+    tracebacks    one traceback for ranks that fail in the same way; the user's frames alone
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store
     regroup       how the ranks agree whether to continue after a failure

@@ -57,6 +57,7 @@ from lightning_zero.health.peers import (
 )
 from lightning_zero.health.regroup import Regroup
 from lightning_zero.health.reports import LogEntry, Reports
+from lightning_zero.health.tracebacks import print_user_frames
 from lightning_zero.health.waits import Wait, Waits
 from lightning_zero.health.world import disconnect_groups, disconnect_store, end_at_exit
 
@@ -257,6 +258,7 @@ class Watchdog:
     def abort_desynchronized(self, error: DesynchronizedError) -> None:
         """Like `abort`, for an error that every rank detects and raises in its current wait."""
         self._own_error = error
+        print_user_frames(error, self._rank)
         self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:

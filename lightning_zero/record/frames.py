@@ -21,6 +21,8 @@ _SKIPPED_PACKAGES = {
     "copy",
     "contextlib",
     "functools",
+    "runpy",
+    "torchmetrics",
     "typing_extensions",
     _OWN_PACKAGE,
 }

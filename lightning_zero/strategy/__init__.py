@@ -22,7 +22,6 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes
     averages          Lightning's averages of weights, with `engine.shadow`
-    tracebacks        one traceback for ranks that fail in the same way
     patches           temporary patches of methods of Lightning's objects
 
 Begin with `strategy`, then `engine_strategy` and `checkpointing`.

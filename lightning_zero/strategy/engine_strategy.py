@@ -52,6 +52,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.beginning import held_error
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.health.tracebacks import print_once
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.launch.children import release_children
 from lightning_zero.layout.config import ZeroConfig
@@ -66,7 +67,6 @@ from lightning_zero.strategy.precision import ZeroPrecision, sharded_precision
 from lightning_zero.strategy.processes import ProcessStrategy
 from lightning_zero.strategy.requeue import RequeuedExit
 from lightning_zero.strategy.settings import Hardware, Settings
-from lightning_zero.strategy.tracebacks import shorten_traceback
 from lightning_zero.tensors.guarded import has_placement, unguarded
 from lightning_zero.tensors.meta import (
     ConstantStates,
@@ -427,7 +427,7 @@ class EngineStrategy(ProcessStrategy):
             if self._engine is None:
                 self._watchdog.abort(exception)
             self._watchdog.explain(exception)
-            shorten_traceback(exception, self._watchdog, self.global_rank)
+            print_once(exception, self.global_rank, self._watchdog.first_with)
         self._can_communicate()
 
     @override

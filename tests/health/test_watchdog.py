@@ -151,9 +151,7 @@ def _fit_empty(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_rank_without_any_batch_is_an_error_on_all_ranks(stage):
     for error, seconds in run_ranks(2, _fit_empty, stage, has_group=False):
-        assert "another rank reached a different call" in error or "this rank reached" in error, (
-            error
-        )
+        assert re.search("; not every rank did|another rank reached a different call", error), error
         assert seconds < 20
 
 
@@ -179,7 +177,8 @@ def _norm_alone(rank, world_size, stage, moment):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_norm_of_a_sharded_gradient_on_one_rank_alone_is_an_error_on_all(stage, moment):
     for error, _ in run_ranks(2, _norm_alone, stage, moment, timeout_s=30):
-        assert re.search("this rank reached|waits in its backward", error), error
+        texts = "; not every rank did|another rank reached a different call|waits in its backward"
+        assert re.search(texts, error), error
 
 
 class FailingSetupModule(MLPModule):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,9 +16,9 @@ from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 
+from lightning_zero.health.tracebacks import print_once
 from lightning_zero.launch.children import ProcessSnapshot
 from lightning_zero.launch.hydra import check_launch
-from lightning_zero.strategy.tracebacks import shorten_traceback
 from tests.launch.test_launch import ROOT, run_script, start
 from tests.support.ranks import free_port
 
@@ -111,8 +110,7 @@ def test_variables_threads_and_process_group_of_a_launch_go_with_it(monkeypatch,
     torch.set_num_threads(threads + 1)
     os.environ |= {"LOCAL_RANK": "0", "MASTER_PORT": "8"}
     of_group = sys.excepthook
-    watchdog = SimpleNamespace(first_with=lambda name: 1)  # rank 1 has printed this traceback
-    shorten_traceback(ArithmeticError("7"), watchdog, rank=0)
+    print_once(ArithmeticError("7"), 0, lambda name: 1)  # rank 1 has printed this traceback
     assert sys.excepthook is not of_group
     assert os.environ["HYDRA_FULL_ERROR"] == "1"
     before.restore()

@@ -320,13 +320,36 @@ if __name__ == "__main__":
 """
 
 
+_READING_BY_HAND = """
+import torch
+import torch.distributed as dist
+from lightning_zero import Engine, ZeroConfig
+
+dist.init_process_group("gloo")
+module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], ZeroConfig(stage=3))
+
+def look():
+    if dist.get_rank() == 0:
+        print(next(module.parameters()).norm())  # alone
+
+for _ in range(3):
+    engine.backward(module(torch.ones(2, 4)).sum())
+    engine.step()
+    look()
+"""
+TORCHRUN = ["torchrun", "--nproc-per-node", "2", "--master-port"]
+
+
+@pytest.mark.parametrize("is_by_hand", [False, True])
 def test_a_read_on_rank_0_alone_prints_the_call_the_cure_and_the_lines_of_the_user(
-    fault_server, tmp_path
+    fault_server, tmp_path, is_by_hand
 ):
-    script = tmp_path / "reading.py"
-    script.write_text(_READING)
-    (number,) = [n for n, line in enumerate(_READING.splitlines(), 1) if "# alone" in line]
-    status, printed = fault_server.run_script([script], tmp_path, num_started=1)
+    script, text = tmp_path / "reading.py", _READING_BY_HAND if is_by_hand else _READING
+    script.write_text(text)
+    (number,) = [n for n, line in enumerate(text.splitlines(), 1) if "# alone" in line]
+    argv = [*TORCHRUN, free_port(), script] if is_by_hand else [script]
+    status, printed = fault_server.run_script(argv, tmp_path, num_started=1 + is_by_hand)
     assert status == 1
     for rank in range(2):
         lines = [
@@ -342,9 +365,10 @@ def test_a_read_on_rank_0_alone_prints_the_call_the_cure_and_the_lines_of_the_us
         )
         files = [line for line in rest if line.strip().startswith("File ")]
         assert all(str(script) in line or "/tests/support/" in line for line in files), files
-    assert f'File "{script}", line {number}, in on_train_batch_end' in printed
+    caller = "look" if is_by_hand else "on_train_batch_end"
+    assert f'File "{script}", line {number}, in {caller}' in printed
     assert len([line for line in printed.splitlines() if line.startswith("[rank")]) <= 30
-    assert "Traceback" not in printed
+    assert "Traceback" not in printed or is_by_hand  # torchrun prints its own
     assert "stops because" not in printed
 
 

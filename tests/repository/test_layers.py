@@ -43,7 +43,7 @@ ALONE = {  # packages that import only these
     "record": set(),
     "layout": set(),
     "tensors": {"layout", "record"},
-    "health": {"layout"},
+    "health": {"layout", "record"},
     "deepspeed": {"layout", "tensors"},
     "launch": {"layout", "health"},
     "conf": {"launch", "strategy", "observe"},
@@ -260,7 +260,7 @@ strategy.checkpointing self._checkpoint_io.checkpoint_io
 strategy.loops exception.code
 strategy.processes rank_zero_only.rank
 strategy.requeue bound.arguments
-strategy.tracebacks sys.excepthook
+health.tracebacks sys.excepthook
 """  # objects of torch, Python and Lightning
 
 
