@@ -46,7 +46,7 @@ def main() -> int:
             num_faults += 1
             print(f"seed {seed}: {fault}\n    {Program.of(seed)}", flush=True)
         seed += 1
-    print(f"{seed - first} programs, {num_faults} with a fault")
+    print(f"{seed - first} programs from seed {first}, {num_faults} with a fault")
     return int(num_faults > 0)
 
 
