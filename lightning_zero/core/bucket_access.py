@@ -88,6 +88,7 @@ class BucketAccess:
         bucket.shards.storage.state_offload.check(State.PARAM)
         bucket.wait_for_update()
         bucket.reshard()
+        bucket.wait_for_unshard()  # inside a transform of torch.func, which does not reshard
         if bucket.phase is Phase.SHARDED:
             values = bucket.shards.master_view(index)
             shard = bucket.writes.data_shards.get(index)
@@ -137,7 +138,7 @@ class BucketAccess:
                 return  # unchanged
             is_own = bucket.phase is Phase.SHARDED and spec.matches(values.spec)
             values = values.local if is_own else values.full_tensor()
-        if bucket.phase is Phase.UNSHARDING:
+        if bucket.phase is Phase.UNSHARDING:  # inside a transform of torch.func
             bucket.wait_for_unshard()
             bucket.parameters[index].data = values  # synced by `reshard`
             return

@@ -656,3 +656,22 @@ def test_a_parameter_of_a_parameter_is_refused_with_a_cure(stage):
     for notes in run_ranks(2, _make_parameter, stage):
         assert len(notes) == 1
         assert "nn.Parameter(parameter.detach())" in notes[0]
+
+
+def _data_in_vmap(rank, world_size):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], ZeroConfig(stage=3))
+    weight = net[1].weight
+
+    def read_and_set(x):
+        weight.data = torch.full_like(weight.data, 2.0)
+        return x
+
+    engine.buckets[-1].unshard()  # as a prefetch does
+    torch.vmap(read_and_set)(torch.ones(2))
+    engine.close()
+    return weight.detach().unique().tolist()
+
+
+def test_data_of_a_parameter_in_flight_is_read_and_set_inside_vmap():
+    assert run_ranks(2, _data_in_vmap) == [[2.0], [2.0]]
