@@ -72,6 +72,8 @@ def save_checkpoint(
     if reserved := sorted(_RESERVED & entries.keys()):
         raise ValueError(f"entries must not have the key {reserved[0]!r}, which holds a state.")
     engine.lockstep.barrier("a checkpoint")
+    if (lost := engine.coordinator.find_lost_write()) is not None:
+        raise lost
     optimizers = list(engine.optimizers)
     checkpoint: dict[str, Any] = {"lr_schedulers": [], **entries}  # the Trainer requires that key
     replace_sharded_parameters(checkpoint, [engine])

@@ -207,6 +207,8 @@ class CheckpointStrategy(EngineStrategy):
         if not self._can_communicate():
             return {}
         self._synchronize("the state of the module, for a checkpoint")
+        if self._engine is not None and (lost := self._engine.coordinator.find_lost_write()):
+            raise lost
         if is_for_file and self._state_engine is not None and self._saves_shards:
             is_closed = self._engine is None
             state = self._saving.state_dict(self._state_engine, module, is_closed=is_closed)

@@ -103,6 +103,9 @@ def _refuse(rank, world_size):
         write()
         with pytest.raises(RuntimeError, match=r"entry of state_dict\(\) was changed.*gathered\("):
             net(torch.ones(4, 9))
+    kept["target.1.weight"].zero_()
+    with pytest.raises(RuntimeError, match=r"entry of state_dict\(\) was changed.*gathered\("):
+        engine.save_checkpoint("changed.ckpt")
     kept["target.0.weight"].zero_()
     with pytest.raises(
         RuntimeError, match=r"entry of state_dict\(\) was changed.*target\.0\.weight"
