@@ -401,23 +401,11 @@ class StepCall:
         span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
         with record_function(f"zero::step {name}"), span, torch.no_grad():
             slices = [part for step in self.steps for part in step.load(views)]
-            if clone.is_joint:
-                slices += _absent(clone, slices)
             clone.step(slices)
             for step in self.steps:
                 step.start_store()
             for step in self.steps:
                 step.store()
-
-
-def _absent(clone: OptimizerClone, slices: Sequence[Slice]) -> list[Slice]:
-    """Empty slices of all parameters of which this rank steps nothing: groups stay complete."""
-    given = {part.parameter for part in slices}
-    return [
-        Slice(parameter, torch.empty(0), None, {})
-        for parameter in clone.group_of
-        if parameter not in given
-    ]
 
 
 def calls_of(work: Sequence[Sequence[ChunkStep]], *, is_joint: bool) -> list[StepCall]:

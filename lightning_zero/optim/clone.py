@@ -233,12 +233,20 @@ class OptimizerClone:
             except Exception as error:
                 self.error = error
 
+    def _absent(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Empty slices of what this rank does not step: groups stay complete."""
+        missing = self.group_of.keys() - {part.parameter for part in slices}
+        ordered = [parameter for parameter in self.group_of if parameter in missing]
+        return [Slice(parameter, torch.empty(0), None, {}) for parameter in ordered]
+
     def _step(self, slices: Sequence[Slice]) -> None:
         is_on_cpu = any(part.data.device.type == "cpu" for part in slices)
         all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
         groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
         copy = copy_of(self.optimizer, groups, attributes)
         stand_ins: list[nn.Parameter] = []
+        if self.is_joint:
+            slices = [*slices, *self._absent(slices)]
         for part in slices:
             stand_in = nn.Parameter(part.data)
             if not part.parameter.__dict__.keys() <= ENGINE_ATTRIBUTES:

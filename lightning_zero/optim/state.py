@@ -38,7 +38,7 @@ from lightning_zero.optim.clone import (
     settings_of,
     take_over,
 )
-from lightning_zero.optim.state_view import is_sliced, local_part, raw_states
+from lightning_zero.optim.state_view import before_access, is_sliced, local_part, raw_states
 from lightning_zero.tensors.composite import (
     flatten_composites,
     is_composite,
@@ -97,6 +97,7 @@ def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
 
 def packed_options(optimizer: Optimizer) -> dict[str, Any]:
     """Result of `optimizer.state_dict()` without states of parameters. Local."""
+    before_access(optimizer)
     packer = copy_of(optimizer, optimizer.param_groups)
     packer.state.update(other_states(optimizer))
     return type(optimizer).state_dict(packer)

@@ -31,6 +31,7 @@ from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "StateView",
+    "before_access",
     "as_plain_dicts",
     "is_sliced",
     "raw_states",
@@ -49,6 +50,17 @@ def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
     state: Any = optimizer.state
     plain: defaultdict[Any, Any] = state.raw if isinstance(state, StateView) else state
     return plain
+
+
+def before_access(optimizer: Optimizer) -> None:
+    """Before states are read or replaced from outside of a step: waits for a worker. Local.
+
+    Raises:
+        RuntimeError: They are offloaded.
+    """
+    state: Any = optimizer.state
+    if isinstance(state, StateView):
+        state.before_access()
 
 
 def is_sliced(bucket: Bucket) -> bool:
@@ -89,15 +101,15 @@ class StateView(MutableMapping[Any, Any]):
 
     Attributes:
         raw: The optimizer's own dict, with slices.
-        drain: Waits for a worker that may be changing values; called before access.
+        before_access: Called before states are read or replaced.
     """
 
-    def __init__(self, raw: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
+    def __init__(self, raw: defaultdict[Any, Any], before_access: Callable[[], object]) -> None:
         self.raw = raw
-        self.drain = drain
+        self.before_access = before_access
 
     def __getitem__(self, parameter: Any) -> Any:
-        self.drain()
+        self.before_access()
         if not isinstance(parameter, Tensor) or not has_placement(parameter):
             return self.raw[parameter]
         placement = placement_of(parameter)
@@ -108,7 +120,7 @@ class StateView(MutableMapping[Any, Any]):
         return _ParameterStateView(own, parameter) if is_sliced(bucket) else own
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
-        self.drain()
+        self.before_access()
         is_held = isinstance(parameter, Tensor) and has_placement(parameter)
         if is_held and isinstance(state, Mapping):
             known = self.raw.get(parameter, {})
@@ -118,7 +130,7 @@ class StateView(MutableMapping[Any, Any]):
         self.raw[parameter] = state
 
     def __delitem__(self, parameter: Any) -> None:
-        self.drain()
+        self.before_access()
         del self.raw[parameter]
 
     def __contains__(self, parameter: object) -> bool:

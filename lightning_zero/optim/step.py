@@ -30,6 +30,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from types import MethodType
 from typing import Any, cast
 
@@ -164,9 +165,10 @@ class OptimizerStep:
             self._reducer.drop_gradients()  # an optimizer that steps later would use the others
             return loss
         buckets = self._buckets_with_grads(members)
+        clone = self._clone(closure, loss)
         try:
             for some, worker in self._divide(buckets):
-                self._run(self._clone(closure, loss), some, worker)
+                self._run(clone, some, worker)
         except Exception:
             # Issues the all-gathers after the step, for which ranks where it has not failed wait.
             self._reducer.note_failed_step()
@@ -217,8 +219,7 @@ class OptimizerStep:
             is_local = bucket.shards_params and bucket.shards.full_tensors is None
             is_overlapped = is_local or not self._reducer.shards_params
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
-        divided = [(at_once, None), (overlapped, self._worker)]
-        return [(some, worker) for some, worker in divided if some]
+        return [(at_once, None), (overlapped, self._worker)] if overlapped else [(at_once, None)]
 
     def _run(
         self,
@@ -236,8 +237,9 @@ class OptimizerStep:
             worker: Its thread steps them after this call has returned. None: this call does.
             has_grads: Whether the call uses gradients.
         """
-        if worker is None:
-            buckets[0].wait_for_all_steps()  # those of another optimizer use buffers, communicate
+        uses_files = any(bucket.plan.tiers.optim is Tier.NVME for bucket in buckets)
+        for bucket in buckets[:1] if worker is None and (uses_files or clone.is_joint) else ():
+            bucket.wait_for_all_steps()  # of another optimizer, which may use the same buffers
         steps = [BucketStep(bucket, clone, has_grads=has_grads) for bucket in buckets]
         loop = StepLoop(self._storage.device, steps)
         try:
@@ -348,8 +350,11 @@ def _run_calls(
     try:
         if in_files:
             storage.pipeline.begin(in_files)
-        calls[0].start_load()
-        for call, following in zip(calls, [*calls[1:], None], strict=True):
+        if not calls:
+            clone.step([])  # an optimizer may count its calls
+        for call in calls[:1]:
+            call.start_load()
+        for call, following in zip_longest(calls, calls[1:]):
             if following is not None:
                 following.start_load()  # overlaps this call
             if call.ranges:
