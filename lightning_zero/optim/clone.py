@@ -8,7 +8,7 @@ state. So the user's parameters never point at what is stepped.
 
 Where one call steps a part of the parameters, it changes no setting: every call sees those of the
 beginning. Where one call steps all of them, what it changes in groups and attributes, such as a
-counter of its calls, is taken over by the user's optimizer.
+counter of its calls, is copied back.
 
 [Note: Asynchronous copies of scalars] The scale of a loss scaler, or a learning rate that is a
 tensor, is on the device. The fused steps of torch copy such a scalar to the CPU asynchronously and
@@ -41,7 +41,7 @@ __all__ = [
     "probe_state",
     "raw_step",
     "settings_of",
-    "take_over",
+    "copy_back",
 ]
 
 # Attributes that a copy has for itself.
@@ -94,13 +94,13 @@ def other_states(optimizer: Optimizer) -> dict[Any, Any]:
     return {key: value for key, value in states.items() if not isinstance(key, Tensor)}
 
 
-def take_over(
+def copy_back(
     optimizer: Optimizer,
     copy: Optimizer,
     groups: Sequence[Mapping[str, Any]],
     attributes: Mapping[str, Any],
 ) -> None:
-    """Takes over what a copy has changed in settings, attributes and other states.
+    """Copies back what a copy has changed in settings, attributes and other states.
 
     Args:
         optimizer: The user's optimizer.
@@ -109,12 +109,12 @@ def take_over(
         attributes: Attributes of the copy before the call.
     """
     for own, changed, given in zip(optimizer.param_groups, copy.param_groups, groups, strict=True):
-        _take_over(own, {k: v for k, v in changed.items() if k != "params"}, given)
-    _take_over(vars(optimizer), {k: v for k, v in vars(copy).items() if k not in _OWN}, attributes)
+        _copy_back(own, {k: v for k, v in changed.items() if k != "params"}, given)
+    _copy_back(vars(optimizer), {k: v for k, v in vars(copy).items() if k not in _OWN}, attributes)
     raw_states(optimizer).update(other_states(copy))
 
 
-def _take_over(own: dict[str, Any], changed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def _copy_back(own: dict[str, Any], changed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for key, value in changed.items():
         if key not in given or value is not given[key]:
             own[key] = value
@@ -182,6 +182,10 @@ class Slice:
     data: Tensor
     grad: Tensor | None
     state: dict[str, Any]
+
+    def replace_state(self, state: dict[str, Any]) -> None:
+        """Sets another state, after the step."""
+        self.state = state
 
 
 class OptimizerClone:
@@ -261,8 +265,8 @@ class OptimizerClone:
             copy.state.update(other_states(self.optimizer))
         self.result = self._call(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
-            part.state = copy.state.get(stand_in, {})
+            part.replace_state(copy.state.get(stand_in, {}))
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
         if self.is_joint:
-            take_over(self.optimizer, copy, all_settings, attributes)
+            copy_back(self.optimizer, copy, all_settings, attributes)

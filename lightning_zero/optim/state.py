@@ -36,7 +36,7 @@ from lightning_zero.optim.clone import (
     parameters_of,
     probe_state,
     settings_of,
-    take_over,
+    copy_back,
 )
 from lightning_zero.optim.state_view import before_access, is_sliced, local_part, raw_states
 from lightning_zero.tensors.composite import (
@@ -189,7 +189,7 @@ def _load_sliced(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     raw = raw_states(optimizer)
     raw.clear()
     raw.update({p: loader.state[s] for p, s in stand_in_of.items() if s in loader.state})
-    take_over(optimizer, loader, given, attributes)
+    copy_back(optimizer, loader, given, attributes)
 
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:

@@ -108,6 +108,10 @@ class StateView(MutableMapping[Any, Any]):
         self.raw = raw
         self.before_access = before_access
 
+    def show(self, raw: defaultdict[Any, Any]) -> None:
+        """Makes this the view of another dict, with slices."""
+        self.raw = raw
+
     def __getitem__(self, parameter: Any) -> Any:
         self.before_access()
         if not isinstance(parameter, Tensor) or not has_placement(parameter):

@@ -89,7 +89,7 @@ class OptimizerStep:
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         self._view = StateView(optimizer.state, self._before_access)
-        optimizer.state = cast("Any", self._view)
+        self.optimizer.state = cast("Any", self._view)
         self._is_detached = False
         self._former_step = vars(optimizer).get("step")  # of a scheduler
         self._replaced = {
@@ -120,7 +120,8 @@ class OptimizerStep:
         state: Any = self.optimizer.state
         if state is not self._view:
             shard_initial_state(self.optimizer)
-            self._view.raw, self.optimizer.state = self.optimizer.state, cast("Any", self._view)
+            self._view.show(state)
+            self.optimizer.state = cast("Any", self._view)
 
     def _before_access(self) -> None:
         """Before states are read or replaced from outside of a step."""

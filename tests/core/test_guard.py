@@ -449,7 +449,7 @@ def _retry(rank, world_size):
     """SAM is refused before the module is changed."""
     module = Net()
     optimizer = SAM(module.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="SAM cannot be stepped .* needs a closure"):
+    with pytest.raises(ValueError, match=r"SAM cannot be stepped .* needs a closure"):
         Engine(module, [optimizer], ZeroConfig(stage=3))
     other = torch.optim.SGD(module.parameters(), lr=0.1)
     Engine(module, [other], ZeroConfig(stage=3)).close()

@@ -152,9 +152,10 @@ ATTRIBUTES = {
         **dict.fromkeys(("_reshape_alias", "_unsafe_view"), OPERATORS),
     },
     "an operator": {"_schema": DISPATCH, "_overloadname": DISPATCH},
-    "an optimizer": dict.fromkeys(
-        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS
-    ),
+    "an optimizer": {
+        **dict.fromkeys(("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS),
+        **dict.fromkeys(("_opt_called", "step._wrapped_by_lr_sched"), "schedulers"),
+    },
     "torch.distributed": {
         "distributed_c10d._get_default_store": STORE,
         "distributed_c10d._world": GROUPS,
@@ -226,6 +227,14 @@ PARTS |= {"_optimizer_", "_overlapped_s", "_rank_", "_s", "_is_flat_buffer"}
 OWN = "_zero_"
 
 
+def _scheduled(module):
+    """An optimizer that a scheduler watches, after a step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+    return optimizer
+
+
 def _owner(name):
     """An object that has the attributes of `ATTRIBUTES[name]`."""
     module = nn.Linear(1, 1)
@@ -240,7 +249,7 @@ def _owner(name):
         "torch.nn.modules": lambda: nn.modules,
         "torch.ops.aten": lambda: torch.ops.aten,
         "an operator": lambda: torch.ops.aten.add.Tensor,
-        "an optimizer": lambda: torch.optim.SGD(module.parameters(), lr=1.0),
+        "an optimizer": lambda: _scheduled(module),
         "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(
             torch.optim.SGD(module.parameters(), lr=1.0), lambda step: 1.0
         ),

@@ -27,7 +27,7 @@ def run(pipeline, jobs, *functions):
             functions[number % len(functions)](views)
 
 
-def leave(views):
+def do_nothing(views):
     """Changes nothing."""
 
 
@@ -171,10 +171,10 @@ def test_what_was_prefetched_is_not_read_again(store):
     jobs = [[FileRange(file, n * PAGE, PAGE, False)] for n in range(4)]
     pipeline = Pipeline(make_buffers(4, PAGE, pin=False))
     pipeline.prefetch(jobs)
-    run(pipeline, jobs, leave)
+    run(pipeline, jobs, do_nothing)
     assert store.bytes_read == 4 * PAGE
     pipeline.prefetch(jobs)
-    run(pipeline, jobs[::-1], leave)  # in another order: what was prefetched is dropped
+    run(pipeline, jobs[::-1], do_nothing)  # in another order: what was prefetched is dropped
     assert store.bytes_read >= 8 * PAGE
 
 
@@ -271,7 +271,7 @@ def test_a_pipeline_records_how_long_it_waits_for_the_disk(store):
     pipeline = Pipeline(make_buffers(2, 2**23, pin=False), store.recorder)
     store.recorder.begin(0)
     start = time.perf_counter()
-    run(pipeline, jobs, leave)
+    run(pipeline, jobs, do_nothing)
     pipeline.drain()
     spent = time.perf_counter() - start
     waited = sum(seconds_waited(store.recorder).values())
