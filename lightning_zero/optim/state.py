@@ -31,12 +31,12 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.optim.clone import (
+    copy_back,
     copy_of,
     other_states,
     parameters_of,
     probe_state,
     settings_of,
-    copy_back,
 )
 from lightning_zero.optim.state_view import before_access, is_sliced, local_part, raw_states
 from lightning_zero.tensors.composite import (
