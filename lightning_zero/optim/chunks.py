@@ -148,7 +148,7 @@ class BucketStep:
             is_stepped = bucket.shards.step_layout.is_stepped[index]
             is_member = is_stepped and parameter in clone.group_of
             if is_member and (grad is not None or clone.is_joint):
-                self.grads[index] = grad
+                self.grads[index] = _in_memory(grad) if clone.is_joint else grad
         is_exchanged = has_grads and bucket.shards.full_tensors is not None
         self.mean = bucket.grads.mean() if is_exchanged else None
         self._move_states()
@@ -164,9 +164,9 @@ class BucketStep:
         for index in self.grads:
             state = raw_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
             for key, value in state.items():
-                if self.clone.is_joint and isinstance(value, LazyTensor):
-                    state[key] = value.read()
-                elif is_offloaded and isinstance(value, Tensor) and value.device.type != "cpu":
+                if self.clone.is_joint:
+                    state[key] = _in_memory(value)
+                if is_offloaded and isinstance(value, Tensor) and value.device.type != "cpu":
                     state[key] = value.cpu()
             if shards.keeps_states_in_files and not self.clone.is_joint:
                 shards.adopt_state(index, state)
@@ -317,7 +317,7 @@ class ChunkStep:
             elif GRAD in self._memory:
                 grad = self._memory[GRAD][here]
             else:
-                grad = read_flat(grad, part.start - own.start, part.stop - own.start)
+                grad = grad.reshape(-1)[part.start - own.start : part.stop - own.start]
             grad = grad.to(self.bucket_step.device, values.dtype)
         data, state = values[here], self._state.get(parameter, {})
         if self.bucket_step.is_in_chunks:
@@ -439,6 +439,10 @@ def _shares_call(last: ChunkStep, step: ChunkStep, numel: int) -> bool:
         bound = MAX_SHARD_NUMEL_PER_CALL
     is_in_memory = not last.chunk.files and not step.chunk.files
     return is_in_memory and last.bucket_step.device == device and numel <= bound
+
+
+def _in_memory(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyTensor) else value
 
 
 def _write(target: Tensor, values: Tensor) -> None:

@@ -265,7 +265,9 @@ class OptimizerClone:
             copy.state.update(other_states(self.optimizer))
         self.result = self._call(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
-            part.replace_state(copy.state.get(stand_in, {}))
+            state = copy.state.get(stand_in, {})
+            if state is not part.state:
+                part.replace_state(state)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
         if self.is_joint:
