@@ -46,7 +46,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -461,7 +460,7 @@ class Bucket:
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self, *, has_regrouped: bool = False) -> list[Exception]:
-        """Drops collectives, steps, reads and gradients of a failed pass, and reshards. Local.
+        """Drops collectives, reads and gradients of a failed pass, and reshards. Local.
 
         Args:
             has_regrouped: Whether collectives in flight never end, because their groups are gone;
@@ -482,7 +481,6 @@ class Bucket:
 
         if has_regrouped and self._drop_pending() and not self.shards_params:
             self._set_phase(Phase.UNSHARDED)
-        attempt(partial(self.leave_failed_step, communicates=not has_regrouped))
         attempt(self.shards.stop_reading)
         attempt(self.grads.reset)
         # data that a reshard refused is dropped, so the next attempt succeeds
@@ -491,18 +489,12 @@ class Bucket:
                 break
         return errors
 
-    def leave_failed_step(self, *, communicates: bool) -> None:
-        """Ends a step in which an optimizer failed; else does nothing.
-
-        `communicates`: whether this issues the all-gather after the step, for which other ranks may
-        wait.
-        """
+    def finish_step(self) -> None:
+        """Waits until a worker has stepped this bucket, and warns if that step failed. Local."""
         try:
             self.wait_for_step()
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
-        if communicates and self.phase is Phase.UNSHARDING and self._pending is None:
-            self.end_step()
 
     def _drop_pending(self) -> bool:
         """Drops an all-gather whose group is gone; returns whether there was one."""

@@ -370,13 +370,13 @@ class StepCall:
     Attributes:
         steps: Steps of the chunks; several only if none of them has files.
         ranges: Ranges of the files that pass through a buffer.
-        ended: Buckets of which these are the last chunks.
+        num_ended: Number of buckets of which these are the last chunks.
     """
 
-    def __init__(self, steps: Sequence[ChunkStep]) -> None:
+    def __init__(self, steps: Sequence[ChunkStep], num_ended: int) -> None:
         self.steps = steps
         self.ranges: list[FileRange] = [part for step in steps for part in step.chunk.ranges]
-        self.ended: list[Bucket] = []
+        self.num_ended = num_ended
 
     def start_load(self) -> None:
         """Starts to copy or collect what is not on the device of the step."""
@@ -424,11 +424,8 @@ def calls_of(work: Sequence[Sequence[ChunkStep]], *, is_joint: bool) -> list[Ste
         else:
             calls.append([step])
             numel = own_numel
-    found = [StepCall(steps) for steps in calls]
-    call_of = {step: call for call in found for step in call.steps}
-    for steps in work:
-        call_of[steps[-1]].ended.append(steps[-1].bucket_step.bucket)
-    return found
+    ends = {steps[-1] for steps in work}
+    return [StepCall(steps, len(ends.intersection(steps))) for steps in calls]
 
 
 def _shares_call(last: ChunkStep, step: ChunkStep, numel: int) -> bool:

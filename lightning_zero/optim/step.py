@@ -28,7 +28,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import zip_longest
 from types import MethodType
@@ -171,10 +173,7 @@ class OptimizerStep:
             for some, worker in self._divide(buckets):
                 self._run(clone, some, worker)
         except Exception:
-            # Issues the all-gathers after the step, for which ranks where it has not failed wait.
             self._reducer.note_failed_step()
-            for bucket in buckets:
-                bucket.leave_failed_step(communicates=True)
             raise
         self._end(buckets)
         return loss
@@ -243,19 +242,22 @@ class OptimizerStep:
             bucket.wait_for_all_steps()  # of another optimizer, which may use the same buffers
         steps = [BucketStep(bucket, clone, has_grads=has_grads) for bucket in buckets]
         loop = StepLoop(self._storage.device, steps)
+        begun = deque[Bucket]()
         try:
             work = []
             for step in steps:
                 step.bucket.begin_step(loop.add() if worker is not None else None)
+                begun.append(step.bucket)
                 work.append(step.chunks())
             calls = calls_of(work, is_joint=clone.is_joint)
-            run = partial(_run_calls, calls, clone, self._storage, loop)
+            run = partial(_run_calls, calls, clone, self._storage, loop, begun)
             if worker is not None:
                 worker.submit(loop, run)
             else:
                 run()
         except BaseException as error:
             loop.fail(error)  # a reset waits for the end of the loop
+            _end_failed(begun)
             raise
 
     def _end(self, buckets: Sequence[Bucket]) -> None:
@@ -344,9 +346,21 @@ class OptimizerStep:
 
 
 def _run_calls(
-    calls: Sequence[StepCall], clone: OptimizerClone, storage: Storage, loop: StepLoop
+    calls: Sequence[StepCall],
+    clone: OptimizerClone,
+    storage: Storage,
+    loop: StepLoop,
+    begun: deque[Bucket],
 ) -> None:
-    """The loop of a step. See [Note: One step of the user's optimizer]."""
+    """The loop of a step. See [Note: One step of the user's optimizer].
+
+    Args:
+        calls: Calls of the optimizer, in order.
+        clone: Copy of the optimizer's settings.
+        storage: Stores of the buckets.
+        loop: Tells other threads which buckets are stepped.
+        begun: Buckets of the calls, whose step has begun. Each is removed when its step ends.
+    """
     in_files = [call.ranges for call in calls if call.ranges]
     try:
         if in_files:
@@ -363,16 +377,24 @@ def _run_calls(
                     call.run(clone, views)
             else:
                 call.run(clone, [])
-            for bucket in call.ended:
-                bucket.end_step()
+            for _ in range(call.num_ended):
+                begun.popleft().end_step()
                 if clone.error is None:
                     loop.advance()
     except BaseException:
         for call in calls:
             call.discard()
+        _end_failed(begun)
         raise
     if clone.error is not None:
         raise clone.error
+
+
+def _end_failed(begun: deque[Bucket]) -> None:
+    """Issues the all-gathers after a step that failed: ranks where it has not wait for them."""
+    while begun:
+        with suppress(Exception):  # the groups are gone
+            begun.popleft().end_step()
 
 
 def _evaluated(loss: Any, name: str) -> Callable[[], Any]:
