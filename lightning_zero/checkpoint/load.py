@@ -312,7 +312,7 @@ def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any
     keys = [*state["state"], *(key for group in state["param_groups"] for key in group["params"])]
     if any(isinstance(key, str) for key in keys):
         state = _numbered(engine.module, optimizer, state)
-    load_optimizer_state_dict(optimizer, engine.buckets, state)
+    load_optimizer_state_dict(optimizer, state)
 
 
 def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,13 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.optim.state import TensorSpec, gather_owned_state_specs, is_elementwise
-from lightning_zero.optim.state_view import raw_states, without_state_view
+from lightning_zero.optim.state import (
+    TensorSpec,
+    gather_owned_state_specs,
+    is_elementwise,
+    packed_options,
+)
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
@@ -204,8 +209,7 @@ def sharded_optimizer_state(
     """
     number = engine.optimizers.index(optimizer)
     specs_of = gather_owned_state_specs(optimizer, engine.buckets)
-    with without_state_view(optimizer):  # its options: states are saved as the optimizer keeps them
-        packed = optimizer.state_dict()
+    packed = packed_options(optimizer)  # states are saved as the optimizer keeps them
     own_of = raw_states(optimizer)
     ids = {
         parameter: packed_id

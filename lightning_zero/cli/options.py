@@ -217,8 +217,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE for --config-name")
     add("--config-dir", help="directory of --config-name (default: conf of this package)")
-    add("--arg", action="append", default=[], metavar="NAME=VALUE", help="argument of --module")
-    shape = "shape of an argument of forward, such as 8x3x224x224 or 8x64:int64"
+    argument = "argument of --module; may be repeated"
+    add("--arg", action="append", default=[], metavar="NAME=VALUE", help=argument)
+    shape = "shape of an argument of forward, such as 8x3x224x224 or 8x64:int64; may be repeated"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
 
 

@@ -15,7 +15,6 @@ Imports record, layout, tensors, health, comm and tiers.
     shards         stores of a bucket's shards on this rank
     masters        a bucket's elements in full precision: loaded, stored, gathered
     full_tensors   tensors of a bucket on their owners, in a step of an optimizer that needs them
-    joint_step     a step of all slots of a bucket at once
     gradients      gradients of a bucket, from autograd's tensors to the main gradient
     param_grads    `.grad` of a bucket's parameters
     compiling      hides gradients while torch.compile traces a graph

@@ -29,15 +29,13 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
     SHARDED      unreadable                             guarded  idle if params are sharded
     UNSHARDING   unreadable                             guarded
     UNSHARDED    n-D view of the unsharded parameters   plain    in use; idle otherwise
-    STEP         what this rank steps                   plain    while the optimizer steps
 
-A bucket is idle between its uses. In STEP, `.data` is a 1-D slice of the master; with tensor owners
-it is the n-D tensor on its owner, and empty and without a gradient on the other ranks.
+A bucket is idle between its uses.
 
-[Note: Stepped by stand-ins] A bucket that is stepped on its own never enters STEP: stand-ins of its
-parameters are stepped instead (optim/chunks.py). `begin_step` marks the parameters as in flight,
-`end_step` issues the all-gather of their new values. A worker thread may step between the two;
-every use of the bucket waits for it.
+[Note: Stepped by stand-ins] The optimizer steps stand-ins of the parameters (optim/clone.py):
+slices of the master or, with tensor owners, full tensors. `begin_step` marks the parameters as in
+flight, `end_step` issues the all-gather of their new values. A worker thread may step between the
+two; every use of the bucket waits for it.
 
 The buckets of an average (engine/shadow.py) are used by `gathered` and checkpoints like others.
 """
@@ -48,7 +46,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +54,6 @@ from torch import Tensor, nn
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.gradients import Gradients
-from lightning_zero.core.joint_step import JointStep
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
@@ -83,7 +79,6 @@ class Phase(Enum):
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
-    STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,6 @@ class Bucket:
         self.grads = Gradients(
             self.parameters, shards, self.shard_specs, dtype, offloaded, overlapped
         )
-        self._joint = JointStep(self.parameters, shards, self.grads)
         self.writes = UserWrites(plan, self.parameters, self.orig_dtypes, buffer, shards)
         self.masters = Masters(self)
         # `.data` of guarded parameters, by slot.
@@ -351,7 +345,11 @@ class Bucket:
         `stepping`: waits until a worker has ended the step, see `StepLoop.add`. None: the caller
         ends it.
         """
-        self._before_step()
+        self.wait_for_unshard()
+        self.sync_writes()
+        if self.plan.stage.all_gathers_after_step:
+            num_known = len(self.parameters) + self.shards.num_views
+            self._is_aliased = self.unsharded_params.num_holders(num_known) > 0
         self.shards.before_write()
         if self.shards_params:
             if self.is_unsharded:
@@ -360,39 +358,6 @@ class Bucket:
             self.mark_in_flight()
         if stepping is not None:
             self._overlapped.begin(stepping)
-
-    def _before_step(self) -> None:
-        """Syncs writes, and records whether users hold views that the all-gather will change."""
-        self.wait_for_unshard()
-        self.sync_writes()
-        if self.plan.stage.all_gathers_after_step:
-            num_known = len(self.parameters) + self.shards.num_views
-            self._is_aliased = self.unsharded_params.num_holders(num_known) > 0
-
-    def enter_step(self, *, has_grads: bool = True, has_values: bool = True) -> None:
-        """Points parameters at what is stepped, and `.grad` at its gradients, see `JointStep`.
-
-        Collective with tensor owners. Without `has_grads`, `.grad` is None until `leave_step`.
-        Without `has_values`, full tensors are uninitialized, and the call is local.
-        """
-        self._before_step()
-        tensors = self._joint.read(has_grads=has_grads, has_values=has_values)
-        self._set_phase(Phase.STEP)  # so that `reset` restores what `begin` has changed
-        self._joint.begin(tensors, has_grads=has_grads)
-
-    def leave_step(self, *, is_changed: bool, all_gathers: bool = True) -> None:
-        """Restores `.data` and `.grad`; casts changed masters and all-gathers them. Collective.
-
-        Without `all_gathers`, replicated parameters keep the values of this rank only.
-        """
-        self._joint.store(is_changed=is_changed)
-        self.enter_idle_phase()
-        self._joint.restore_grads()
-        if self.phase is Phase.UNSHARDED:
-            self.writes.watch()
-        if is_changed and all_gathers and self.plan.stage.all_gathers_after_step:
-            self.mark_in_flight()
-            self.end_step()
 
     def end_step(self) -> None:
         """Ends the step; if parameters are replicated, issues the all-gather of their new values.
@@ -495,7 +460,7 @@ class Bucket:
     # ---------------------------------------------------------------- failures and the end
 
     def reset(self, *, has_regrouped: bool = False) -> list[Exception]:
-        """Drops collectives, steps, reads and gradients of a failed pass, and reshards. Local.
+        """Drops collectives, reads and gradients of a failed pass, and reshards. Local.
 
         Args:
             has_regrouped: Whether collectives in flight never end, because their groups are gone;
@@ -516,7 +481,6 @@ class Bucket:
 
         if has_regrouped and self._drop_pending() and not self.shards_params:
             self._set_phase(Phase.UNSHARDED)
-        attempt(partial(self.leave_failed_step, communicates=not has_regrouped))
         attempt(self.shards.stop_reading)
         attempt(self.grads.reset)
         # data that a reshard refused is dropped, so the next attempt succeeds
@@ -525,21 +489,12 @@ class Bucket:
                 break
         return errors
 
-    def leave_failed_step(self, *, communicates: bool) -> None:
-        """Returns to the idle phase after an optimizer failed in its step; else does nothing.
-
-        `communicates`: whether this issues the collectives at the end of a step, for which other
-        ranks may wait. Without them, full tensors that were stepped are dropped.
-        """
+    def finish_step(self) -> None:
+        """Waits until a worker has stepped this bucket, and warns if that step failed. Local."""
         try:
             self.wait_for_step()
         except RuntimeError as error:
             warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
-        if self.phase is Phase.STEP:
-            is_changed = communicates or self.shards.full_tensors is None
-            self.leave_step(is_changed=is_changed, all_gathers=communicates)
-        elif self.phase is Phase.UNSHARDING and self._pending is None:
-            self.end_step()
 
     def _drop_pending(self) -> bool:
         """Drops an all-gather whose group is gone; returns whether there was one."""

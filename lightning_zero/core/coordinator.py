@@ -448,9 +448,9 @@ class StepCoordinator:
     ) -> Exception | None:
         """Drops what a failed pass has left, and reshards all units. Local.
 
-        In this order: the pass of the collective order; units; each bucket, also if another one
-        fails, because data of a wrong shape was assigned for example; the reducer; the graphs of
-        the units.
+        In this order: steps; the pass of the collective order; units; each bucket, also if another
+        one fails, because data of a wrong shape was assigned for example; the reducer; the graphs
+        of the units.
 
         Args:
             error: What has ended the pass; None: it is not known. After an `Exception`, ranks that
@@ -465,6 +465,8 @@ class StepCoordinator:
         self._depth = 0
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
+        for bucket in self._buckets:
+            bucket.finish_step()
         is_caught = error is None or isinstance(error, Exception)
         if is_caught and not has_regrouped and not self._comm.can_regroup:
             try:
@@ -487,13 +489,10 @@ class StepCoordinator:
     def _complete_pass(self, error: BaseException | None) -> None:
         """Issues the collectives of this pass that other ranks may wait for. Collective.
 
-        First the all-gathers after a step that failed on this rank, then the rest of the schedule;
-        reductions of a backward that this rank has not begun reduce zeros.
+        Reductions of a backward that this rank has not begun reduce zeros.
         """
         if isinstance(error, DesynchronizedError):
             return  # the other ranks have it, too
-        for bucket in self.reducer.step_order():
-            bucket.leave_failed_step(communicates=True)
         if self.order.is_training and not self._is_in_backward:
             if not self.reducer.reduces:
                 self.reducer.set_ends_step(True)  # others reduce in the last micro-batch

@@ -385,14 +385,6 @@ class Gradients:
             self._set_param_grads([index])  # clipping `.grad` must change the mean
         return self.slices[index]
 
-    def fetch_all(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """`fetch` of every slot, in the master dtype: narrower means are cast for the step."""
-        fetched = [self.fetch(index) for index in range(len(self._parameters))]
-        if self.main_grad is None or self.main_grad.dtype == dtype:
-            return fetched
-        upcast = self._split_by_slot(self.main_grad.to(dtype))
-        return [None if grad is None else part for grad, part in zip(fetched, upcast, strict=True)]
-
     def mean(self) -> Tensor:
         """The main gradient, 1-D, own elements; a LazyTensor of a file, zeros without one."""
         return self._zeros() if self.main_grad is None else self.main_grad

@@ -105,11 +105,6 @@ class ParamGrads:
         kept = [one for one in hidden if now[one.index] is one.stand_in]
         self.set([one.index for one in kept], [one.grad for one in kept])
 
-    def restore(self, grads: Sequence[Tensor | None]) -> None:
-        """Sets `.grad` to `grads`, an earlier result of `read`."""
-        given = {index: grad for index, grad in enumerate(grads) if grad is not None}
-        self.set(given, given.values())
-
     def set(self, slots: Iterable[int], grads: Iterable[Tensor]) -> None:
         """Sets `.grad` of `slots`, wherever `.data` points.
 

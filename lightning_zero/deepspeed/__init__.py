@@ -4,20 +4,18 @@ Imports layout and tensors. `translate` turns a file (or a dict) into a `ZeroCon
 for the Trainer. A setting that would change the training and is not supported is a `ValueError`;
 every other key that is not translated is in `Translation.ignored`.
 
-    file        reads it: a table of the keys that are translated, one of those that are refused
-    translate   converts these values into settings of this package
+    translate   a table of the keys that are translated, one of those that are refused
     optimizer   refuses its optimizer and scheduler sections, with the same lines in torch
     checkpoint  opens checkpoint directories as full tensors by name
 
 Begin with `translate`.
 
-[Note: defaults] Where the file has no setting, settings that change the result follow DeepSpeed
-(stage 0, float32, a dynamic loss scale from 2**16 with a window of 1000); settings that change only
-the speed follow `ZeroConfig`. There are two exceptions:
+[Note: defaults] Where the file has no setting, stage and precision follow DeepSpeed (stage 0,
+float32); all others follow `ZeroConfig` and Lightning. So
 
-- Gradients are summed in float32 unless communication_data_type or grad_accum_dtype lowers it.
-  DeepSpeed sums in the dtype of training.
-- Before 0.19.3 DeepSpeed does not clip gradients; since then it clips at 1.0. Here, as in
+- gradients are summed in float32 unless communication_data_type or grad_accum_dtype lowers it;
+  DeepSpeed sums in the dtype of training;
+- before 0.19.3 DeepSpeed does not clip gradients; since then it clips at 1.0. Here, as in
   Lightning's own DeepSpeedStrategy, `Trainer(gradient_clip_val=...)` decides if the file has no
   setting, and a warning is logged.
 """

@@ -96,25 +96,16 @@ _SHARES = {  # of the warm-up that is done before optimizer step `step`
     "'linear'": "min(1, max(0, step - 1) / warmup)",
     "'log'": "min(1, math.log(max(1, step)) / math.log(warmup))",
 }
-_SCHEDULES = {
-    "WarmupLR": """\
-def factor(step):
-    return low + (1 - low) * {share}
-""",
-    "WarmupDecayLR": """\
-def factor(step):
-    decay = max(0, (total - step + 1) / max(1, total - warmup))
-    return low + (1 - low) * min(decay, {share})
-""",
-    "WarmupCosineLR": """\
-def factor(step):
-    if step == 0:
-        return 0.0
-    if step <= warmup:
-        return low + (1 - low) * {share}
-    angle = math.pi * min(1, (step - warmup) / max(1, total - warmup))
-    return {last} + (1 - {last}) * (1 + math.cos(angle)) / 2
-""",
+_DECAY = "max(0, (total - step + 1) / max(1, total - warmup))"
+_ANGLE = "math.pi * min(1, (step - warmup) / max(1, total - warmup))"
+_FACTORS = {  # of the learning rate, in optimizer step `step`
+    "WarmupLR": ("low + (1 - low) * {share}",),
+    "WarmupDecayLR": (f"low + (1 - low) * min({_DECAY}, {{share}})",),
+    "WarmupCosineLR": (
+        "min(step, low + (1 - low) * {share}) if step <= warmup else (",
+        f"    {{last}} + (1 - {{last}}) * (1 + math.cos({_ANGLE})) / 2",
+        ")",
+    ),
 }
 
 
@@ -124,7 +115,7 @@ def _scheduler_lines(section: dict[str, Any], params: dict[str, str]) -> Iterato
         return
     name, share = section.get("type"), _SHARES.get(params.get("warmup_type", "'log'"))
     has_rates_of_groups = any(code.startswith("(") for code in params.values())
-    if name not in _SCHEDULES or share is None or has_rates_of_groups:
+    if name not in _FACTORS or share is None or has_rates_of_groups:
         yield from (_no("scheduler", section), "scheduler = ...")
     else:
         yield f"warmup = max(2, {params.get('warmup_num_steps', 1000)})"
@@ -135,8 +126,9 @@ def _scheduler_lines(section: dict[str, Any], params: dict[str, str]) -> Iterato
         if name != "WarmupCosineLR" and "warmup_min_lr" in params:
             low = f"{params['warmup_min_lr']} / optimizer.param_groups[0]['lr']"
         yield f"low = {low}"
-        last = params.get("cos_min_ratio", "0.0001")
-        yield from _SCHEDULES[name].format(share=share, last=last).splitlines()
+        first, *others = _FACTORS[name]
+        for line in (f"factor = lambda step: {first}", *others):
+            yield line.format(share=share, last=params.get("cos_min_ratio", "0.0001"))
         yield "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)"
     yield "lr_scheduler = {'scheduler': scheduler, 'interval': 'step'}"
     yield "return {'optimizer': optimizer, 'lr_scheduler': lr_scheduler}"

@@ -485,7 +485,6 @@ class Engine:
     def _leave_step(self) -> None:
         self.worker.drain()  # it waits for no rank, and uses the present groups
         self.reload_states()
-        self.optimizers.reset()
         self.lockstep.reset()
 
     def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
@@ -566,7 +565,6 @@ class Engine:
         failure: Exception | None = self.optimizers.find_failure()
         failure = failure or self.coordinator.find_lost_write()
         self.optimizers.detach()
-        self.optimizers.reset()
         # Before states are dropped, which the compute stream may still read.
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()

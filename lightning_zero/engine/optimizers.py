@@ -89,11 +89,6 @@ def check_and_probe(
         if is_sharded:
             raise
         return unsharded
-    if found.kind is StepKind.AROUND_CLOSURE and config.on_nonfinite == "skip":
-        raise ValueError(
-            f'on_nonfinite="skip" has no meaning for {type(optimizer).__name__}, which '
-            'evaluates its closure several times in one step; use "warn" or "stop".'
-        )
     return found if is_sharded or found.is_elementwise else unsharded
 
 
@@ -212,11 +207,6 @@ class AttachedOptimizers(Sequence[Optimizer]):
         """Steps all optimizers. Collective."""
         for optimizer in self:
             optimizer.step()
-
-    def reset(self) -> None:
-        """Ends a step that an exception may have interrupted."""
-        for step in self._steps:
-            step.reset()
 
     # ---------------------------------------------------------------- closing
 

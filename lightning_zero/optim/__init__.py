@@ -5,10 +5,8 @@
     probe         classifies an optimizer: elementwise, full tensors, or refused
     state_sizes   bytes of the states that an optimizer keeps for each parameter
     clone         copies of an optimizer over other tensors
-    step          the optimizer step: all at once, or bucket by bucket with offloaded states
-    bucket_loop   steps of several buckets, one after the other, in a worker thread or not
-    chunks        step of one bucket in chunks, which are read, stepped and written in a pipeline
-    methods       other methods of an optimizer's class, such as `train` and `eval`
+    step          the optimizer step, and the loop over calls of the optimizer
+    chunks        chunks of a bucket in a step: loaded, stepped, stored
     state_view    `optimizer.state` as users see it
     state         saves and loads full states; states of tensor owners
 

@@ -5,7 +5,8 @@ that are cast from them, the gradient, and the optimizer's states (Adam: two). E
 memory of the device where the bucket is stepped, memory of another device, or a file. Tensors in
 files pass through buffers of fixed size, so the shard is stepped in chunks. Other tensors are used
 in place, or copied for the chunk. Full tensors on their owners (core/full_tensors.py) are stepped
-in one chunk, in memory: they are collected before the step and distributed after it.
+in one chunk, in memory: they are collected before the step and distributed after it. So are the
+shards of an optimizer that gets all slices in one call.
 
 [Note: States in files] An optimizer creates its states in its first step, so their keys are not
 known in advance. Some are tensors of the slice's length (moments); each key of these moves to a
@@ -16,7 +17,7 @@ used. Every chunk gets a copy of all other states (a step counter).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,9 +43,9 @@ __all__ = [
     "BucketStep",
     "Chunk",
     "ChunkStep",
+    "StepCall",
     "calls_of",
     "chunks_of",
-    "step_chunks",
 ]
 
 MASTER, PARAM, GRAD = "master", "param", "grad"
@@ -87,9 +88,12 @@ class Chunk:
         return {name: view.view(file.dtype)[:numel] for (name, file), view in named}
 
 
-def chunks_of(bucket: Bucket, slots: Collection[int]) -> list[Chunk]:
-    """Chunks that contain elements of `slots`; one chunk if all tensors are in memory."""
-    files = _files_of(bucket)
+def chunks_of(bucket: Bucket, slots: Collection[int], *, is_joint: bool = False) -> list[Chunk]:
+    """Chunks that contain elements of `slots`.
+
+    One chunk if all tensors are in memory, or, with `is_joint`, if one call steps all of them.
+    """
+    files = {} if is_joint else _files_of(bucket)
     numel = bucket.shards.layout.numel
     step = numel
     if files:
@@ -127,47 +131,51 @@ class BucketStep:
         bucket: The bucket; in flight (`begin_step`) while its chunks are stepped.
         clone: Copy of the optimizer's settings.
         device: Device on which the chunks are stepped.
-        grads: Gradients by slot, of the slots that this rank steps; with tensor owners, this rank's
-            elements of them.
+        grads: Gradients by slot, of the slots that this rank steps: 1-D, own elements, also with
+            tensor owners. If one call gets all slices, None for those without a gradient.
         mean: Gradients of all slots, 1-D, own elements, if full tensors are exchanged; else None.
         is_in_chunks: Whether slices may be stepped in several parts.
         new_states: States in memory after the chunks so far, by slot.
     """
 
-    def __init__(self, bucket: Bucket, clone: OptimizerClone) -> None:
+    def __init__(self, bucket: Bucket, clone: OptimizerClone, *, has_grads: bool = True) -> None:
         self.bucket = bucket
         self.clone = clone
         self.device = bucket.shards.storage.step_device(bucket.plan.tiers.optim)
-        self.grads: dict[int, Tensor] = {}
+        self.grads: dict[int, Tensor | None] = {}
         for index, parameter in enumerate(bucket.parameters):
-            grad = bucket.grads.fetch(index)
+            grad = bucket.grads.fetch(index) if has_grads else None
             is_stepped = bucket.shards.step_layout.is_stepped[index]
-            if grad is not None and is_stepped and parameter in clone.group_of:
-                self.grads[index] = grad
-        self.mean = None if bucket.shards.full_tensors is None else bucket.grads.mean()
+            is_member = is_stepped and parameter in clone.group_of
+            if is_member and (grad is not None or clone.is_joint):
+                self.grads[index] = _in_memory(grad) if clone.is_joint else grad
+        is_exchanged = has_grads and bucket.shards.full_tensors is not None
+        self.mean = bucket.grads.mean() if is_exchanged else None
         self._move_states()
         self.new_states: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False
 
     def _move_states(self) -> None:
-        """Moves states, which may have been loaded to another place, to their tier."""
+        """Moves states, which may have been loaded to another place, to where they are stepped."""
         shards = self.bucket.shards
         is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
         if not is_offloaded and not shards.keeps_states_in_files:
             return
         for index in self.grads:
             state = raw_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
-            if is_offloaded:
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.device.type != "cpu":
-                        state[key] = value.cpu()
-            if shards.keeps_states_in_files:
+            for key, value in state.items():
+                if self.clone.is_joint:
+                    state[key] = _in_memory(value)
+                if is_offloaded and isinstance(value, Tensor) and value.device.type != "cpu":
+                    state[key] = value.cpu()
+            if shards.keeps_states_in_files and not self.clone.is_joint:
                 shards.adopt_state(index, state)
 
     def chunks(self) -> list[ChunkStep]:
         """Chunks in order, to be created while the bucket is in flight."""
-        chunks = chunks_of(self.bucket, self.grads)
-        self.is_in_chunks = bool(chunks[0].files) or self.bucket.shards.keeps_states_in_files
+        chunks = chunks_of(self.bucket, self.grads, is_joint=self.clone.is_joint)
+        keeps_files = self.bucket.shards.keeps_states_in_files and not self.clone.is_joint
+        self.is_in_chunks = bool(chunks[0].files) or keeps_files
         return [ChunkStep(self, chunk) for chunk in chunks]
 
 
@@ -203,10 +211,11 @@ class ChunkStep:
             return
         stored = self._store.fetch(self.chunk.start, self.chunk.stop)
         if self._exchange is not None:
-            assert self.bucket_step.mean is not None
             self._master = stored
-            for shard in (stored, read_flat(self.bucket_step.mean, 0, stored.numel())):
-                self._arriving.append(self._exchange.collect(shard))
+            self._arriving.append(self._exchange.collect(stored))
+            if self.bucket_step.mean is not None:
+                mean = read_flat(self.bucket_step.mean, 0, stored.numel())
+                self._arriving.append(self._exchange.collect(mean))
             return
         self._master = self._to_device(stored)
         if stored.device.type == "cuda" and self.bucket_step.device.type == "cpu":
@@ -239,7 +248,7 @@ class ChunkStep:
             part = own if is_all else layout.within(index, chunk.start, chunk.stop)
             if part or (chunk.start == 0 and not own):
                 self._slices[index] = part, self._slice(index, part)
-        return [one for _, one in self._slices.values()]
+        return [part for _, part in self._slices.values()]
 
     def _wait(self) -> list[Tensor]:
         """Waits for the tensors in flight, and returns them."""
@@ -254,11 +263,10 @@ class ChunkStep:
         self._arriving, self._full = [], []
 
     def start_store(self) -> None:
-        """Starts to distribute the new values of full tensors."""
-        assert self._exchange is not None
-        assert self._master is not None
-        full, _ = self._full
-        self._arriving.append(self._exchange.distribute(full, self._master))
+        """Starts to distribute the new values of full tensors, if full tensors are stepped."""
+        if self._exchange is not None:
+            assert self._master is not None
+            self._arriving.append(self._exchange.distribute(self._full[0], self._master))
 
     def store(self) -> None:
         """Writes stepped values and states to their stores."""
@@ -272,6 +280,8 @@ class ChunkStep:
             elif state and self._state.get(parameter) is not state:  # it is new
                 self._state[parameter] = state
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
+            if self._shards.keeps_states_in_files and not self.bucket_step.is_in_chunks:
+                self._shards.adopt_state(index, state)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER in self._memory:
             self._write_to_buffer(MASTER)
@@ -298,16 +308,17 @@ class ChunkStep:
         layout = self._shards.step_layout
         own = layout.ranges[index]
         here = slice(part.start - self.chunk.start, part.stop - self.chunk.start)
-        values = self._master
+        values, grad = self._master, self.bucket_step.grads[index]
         if self._full:
-            values, grads = self._full
-            grad = grads[here]
-        elif GRAD in self._memory:
-            grad = self._memory[GRAD][here]
-        else:
-            own_grad = self.bucket_step.grads[index].reshape(-1)
-            grad = own_grad[part.start - own.start : part.stop - own.start]
-        grad = grad.to(self.bucket_step.device, values.dtype)
+            values = self._full[0]
+        if grad is not None:
+            if self._full:
+                grad = self._full[1][here]
+            elif GRAD in self._memory:
+                grad = self._memory[GRAD][here]
+            else:
+                grad = grad.reshape(-1)[part.start - own.start : part.stop - own.start]
+            grad = grad.to(self.bucket_step.device, values.dtype)
         data, state = values[here], self._state.get(parameter, {})
         if self.bucket_step.is_in_chunks:
             state = {
@@ -316,7 +327,7 @@ class ChunkStep:
             }
         if len(part) == len(own):
             shape = layout.shapes[index]
-            data, grad = data.view(shape), grad.view(shape)
+            data, grad = data.view(shape), None if grad is None else grad.view(shape)
         return Slice(parameter, data, grad, state)
 
     def _chunk_of_state(self, key: str, value: Any, own: range, part: range, here: slice) -> Any:
@@ -353,51 +364,82 @@ class ChunkStep:
             }
 
 
-def calls_of(work: Sequence[Sequence[ChunkStep]]) -> Iterator[tuple[int, list[ChunkStep]]]:
-    """Chunks that each call of the optimizer steps, with the number of the first bucket.
+class StepCall:
+    """Chunks that one call of the optimizer steps.
+
+    Attributes:
+        steps: Steps of the chunks; several only if none of them has files.
+        ranges: Ranges of the files that pass through a buffer.
+        num_ended: Number of buckets of which these are the last chunks.
+    """
+
+    def __init__(self, steps: Sequence[ChunkStep], num_ended: int) -> None:
+        self.steps = steps
+        self.ranges: list[FileRange] = [part for step in steps for part in step.chunk.ranges]
+        self.num_ended = num_ended
+
+    def start_load(self) -> None:
+        """Starts to copy or collect what is not on the device of the step."""
+        for step in self.steps:
+            step.start_load()
+
+    def discard(self) -> None:
+        """Drops tensors in flight after an exception. Local."""
+        for step in self.steps:
+            step.discard()
+
+    def run(self, clone: OptimizerClone, views: list[Tensor]) -> None:
+        """Loads, steps and stores the chunks.
+
+        Args:
+            clone: Copy of the optimizer's settings.
+            views: Buffers (uint8) of `ranges`.
+        """
+        first, last = (self.steps[n].bucket_step.bucket for n in (0, -1))
+        name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
+        is_host = self.steps[0].bucket_step.device.type == "cpu"
+        span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
+        with record_function(f"zero::step {name}"), span, torch.no_grad():
+            slices = [part for step in self.steps for part in step.load(views)]
+            clone.step(slices)
+            for step in self.steps:
+                step.start_store()
+            for step in self.steps:
+                step.store()
+
+
+def calls_of(work: Sequence[Sequence[ChunkStep]], *, is_joint: bool) -> list[StepCall]:
+    """Divides chunks, by bucket, into calls of the optimizer.
 
     A call costs a millisecond of Python, so small buckets on a device share one call.
     """
-    first, steps, numel = 0, list[ChunkStep](), 0
-    for number, step in ((n, step) for n, of_bucket in enumerate(work) for step in of_bucket):
+    calls: list[list[ChunkStep]] = []
+    numel = 0
+    for step in (step for steps in work for step in steps):
         own_numel = step.chunk.stop - step.chunk.start
-        numel += own_numel
-        device = step.bucket_step.device
-        is_same_device = bool(steps) and steps[0].bucket_step.device == device
-        is_full = numel > (
-            MAX_NUMEL_PER_CALL.get(device.type, 0)
-            if step.bucket_step.mean is None
-            else MAX_SHARD_NUMEL_PER_CALL
-        )
-        if not is_same_device or is_full or steps[0].chunk.files or step.chunk.files:
-            if steps:
-                yield first, steps
-            first, steps, numel = number, [], own_numel
-        steps.append(step)
-    if steps:
-        yield first, steps
+        last = calls[-1][-1] if calls else None
+        if last is not None and (is_joint or _shares_call(last, step, numel + own_numel)):
+            calls[-1].append(step)
+            numel += own_numel
+        else:
+            calls.append([step])
+            numel = own_numel
+    ends = {steps[-1] for steps in work}
+    return [StepCall(steps, len(ends.intersection(steps))) for steps in calls]
 
 
-def step_chunks(steps: Sequence[ChunkStep], views: list[Tensor]) -> None:
-    """Steps chunks of one optimizer and one device in one call of the optimizer.
+def _shares_call(last: ChunkStep, step: ChunkStep, numel: int) -> bool:
+    """Whether a call that steps `last` steps `step`, too, and then `numel` elements."""
+    device = step.bucket_step.device
+    bound = MAX_NUMEL_PER_CALL.get(device.type, 0)
+    if step.bucket_step.mean is not None:
+        bound = MAX_SHARD_NUMEL_PER_CALL
+    is_in_memory = not last.chunk.files and not step.chunk.files
+    return is_in_memory and last.bucket_step.device == device and numel <= bound
 
-    Args:
-        steps: Steps of the chunks.
-        views: Buffers (uint8) of the files of a single chunk; empty for several chunks.
-    """
-    first, last = steps[0].bucket_step.bucket, steps[-1].bucket_step.bucket
-    name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
-    is_host = steps[0].bucket_step.device.type == "cpu"
-    span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
-    with record_function(f"zero::step {name}"), span, torch.no_grad():
-        slices = [one for step in steps for one in step.load(views)]
-        clone, has_full = steps[0].bucket_step.clone, steps[0].bucket_step.mean is not None
-        if slices:  # with full tensors, other ranks wait for what follows an exception
-            (clone.try_step if has_full else clone.step)(slices)
-        for step in steps if has_full else ():
-            step.start_store()
-        for step in steps:
-            step.store()
+
+def _in_memory(value: Any) -> Any:
+    return value.read() if isinstance(value, LazyTensor) else value
 
 
 def _write(target: Tensor, values: Tensor) -> None:

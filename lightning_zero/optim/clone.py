@@ -1,10 +1,14 @@
 """Copies of the user's optimizer, and steps of slices of parameters with them.
 
 [Note: Stand-ins] An optimizer identifies a parameter by its object: as a member of a group and as
-the key of its state. To step a slice of a parameter in other memory, perhaps in a worker thread, a
+the key of its state. To step what this rank has of a parameter, perhaps in a worker thread, a
 *copy* of the optimizer (same class, same attributes, no hooks) gets groups with the same settings
-whose members are stand-ins: new parameters over the slice, with its gradient and its state. The
-user's objects are not changed, so an unfinished step is never visible.
+whose members are stand-ins: new parameters over a slice or a full tensor, with its gradient and its
+state. So the user's parameters never point at what is stepped.
+
+Where one call steps a part of the parameters, it changes no setting: every call sees those of the
+beginning. Where one call steps all of them, what it changes in groups and attributes, such as a
+counter of its calls, is copied back.
 
 [Note: Asynchronous copies of scalars] The scale of a loss scaler, or a learning rate that is a
 tensor, is on the device. The fused steps of torch copy such a scalar to the CPU asynchronously and
@@ -14,7 +18,7 @@ read it there before the copy has finished. So steps on the CPU get scalars that
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.guarded import ENGINE_ATTRIBUTES, attributes_of
 
 __all__ = [
@@ -31,13 +36,16 @@ __all__ = [
     "Slice",
     "copy_of",
     "enter_training",
-    "is_device_scalar",
-    "scalars_to_cpu",
+    "other_states",
     "parameters_of",
+    "probe_state",
     "raw_step",
     "settings_of",
-    "probe_state",
+    "copy_back",
 ]
+
+# Attributes that a copy has for itself.
+_OWN = {"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -71,24 +79,53 @@ def copy_of(
     return copy
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a parameter group; those that are tensors are copied."""
+def settings_of(group: Mapping[str, Any], *, copies: bool = True) -> dict[str, Any]:
+    """Settings of a parameter group; `copies`: those that are tensors are copied."""
     return {
-        key: value.clone() if isinstance(value, Tensor) else value
+        key: value.clone() if copies and isinstance(value, Tensor) else value
         for key, value in group.items()
         if key != "params"
     }
 
 
-def is_device_scalar(value: Tensor) -> bool:
-    """Whether `value` is a 0-dim tensor on a device other than the CPU."""
-    return not value.dim() and value.device.type != "cpu"
+def other_states(optimizer: Optimizer) -> dict[Any, Any]:
+    """States that belong to no parameter, by key."""
+    states = raw_states(optimizer)
+    return {key: value for key, value in states.items() if not isinstance(key, Tensor)}
+
+
+def copy_back(
+    optimizer: Optimizer,
+    copy: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    attributes: Mapping[str, Any],
+) -> None:
+    """Copies back what a copy has changed in settings, attributes and other states.
+
+    Args:
+        optimizer: The user's optimizer.
+        copy: A copy of it, after a call.
+        groups: Settings of each group of the copy before the call.
+        attributes: Attributes of the copy before the call.
+    """
+    for own, changed, given in zip(optimizer.param_groups, copy.param_groups, groups, strict=True):
+        _copy_back(own, {k: v for k, v in changed.items() if k != "params"}, given)
+    _copy_back(vars(optimizer), {k: v for k, v in vars(copy).items() if k not in _OWN}, attributes)
+    raw_states(optimizer).update(other_states(copy))
+
+
+def _copy_back(own: dict[str, Any], changed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    for key, value in changed.items():
+        if key not in given or value is not given[key]:
+            own[key] = value
+        elif isinstance(value, Tensor) and value is not own[key] and value._version:
+            own[key].copy_(value)  # a copy on the CPU of the user's scalar
 
 
 def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copies device scalars to the CPU. See [Note: Asynchronous copies of scalars]."""
     return {
-        key: value.cpu() if isinstance(value, Tensor) and is_device_scalar(value) else value
+        key: value.cpu() if isinstance(value, Tensor) and not value.dim() else value
         for key, value in values.items()
     }
 
@@ -132,18 +169,18 @@ def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[st
 
 @dataclass
 class Slice:
-    """A slice of one parameter of the user, to be stepped.
+    """What this rank steps of one parameter of the user.
 
     Attributes:
         parameter: The user's parameter.
         data: Values, stepped in place: 1-D, or n-D if the slice is the full parameter.
-        grad: Gradient, of the shape of `data`.
+        grad: Gradient, of the shape of `data`; None: it has none.
         state: State of the optimizer for the slice; replaced after the step.
     """
 
     parameter: nn.Parameter
     data: Tensor
-    grad: Tensor
+    grad: Tensor | None
     state: dict[str, Any]
 
     def replace_state(self, state: dict[str, Any]) -> None:
@@ -152,23 +189,38 @@ class Slice:
 
 
 class OptimizerClone:
-    """Snapshot of an optimizer's settings, to step slices later with them.
+    """An optimizer's settings, to step slices with them. See [Note: Stand-ins].
 
-    A scheduler may change the settings of the optimizer before the step has finished.
+    Args:
+        optimizer: The user's optimizer.
+        call: Steps a copy of it, or calls another method.
+        is_joint: Whether one call gets all slices, and may change settings. Else they are copied
+            now: a scheduler may change them before the step has finished.
 
     Attributes:
         optimizer: The user's optimizer.
+        is_joint: See above.
         group_of: Index of the parameter group, by parameter.
-        error: Exception that `try_step` has kept.
+        result: What `call` has returned.
+        error: Exception of `call`; after one, nothing is stepped.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        call: Callable[[Optimizer], Any] = raw_step,
+        *,
+        is_joint: bool = False,
+    ) -> None:
         self.optimizer = optimizer
+        self.is_joint = is_joint
+        self.result: Any = None
         self.error: Exception | None = None
         self.group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], index))
-        self._groups = [settings_of(group) for group in optimizer.param_groups]
+        self._call = call
+        self._groups = [settings_of(group, copies=not is_joint) for group in optimizer.param_groups]
         self._attributes = dict(optimizer.__dict__)
 
     @cached_property
@@ -177,21 +229,28 @@ class OptimizerClone:
         groups = [scalars_to_cpu(settings) for settings in self._groups]
         return groups, scalars_to_cpu(self._attributes)
 
-    def try_step(self, slices: Sequence[Slice]) -> None:
-        """As `step`, but keeps an exception in `error`; after one, nothing is stepped."""
-        if self.error is None:
+    def step(self, slices: Sequence[Slice]) -> None:
+        """Steps `slices`, and keeps an exception in `error`: other ranks wait for what follows."""
+        if self.error is None and (slices or self.is_joint):
             try:
-                self.step(slices)
+                self._step(slices)
             except Exception as error:
                 self.error = error
 
-    def step(self, slices: Sequence[Slice]) -> None:
-        """Steps `slices`, which are on one device. See [Note: Stand-ins]."""
-        is_on_cpu = slices[0].data.device.type == "cpu"
+    def _absent(self, slices: Sequence[Slice]) -> list[Slice]:
+        """Empty slices of what this rank does not step: groups stay complete."""
+        missing = self.group_of.keys() - {part.parameter for part in slices}
+        ordered = [parameter for parameter in self.group_of if parameter in missing]
+        return [Slice(parameter, torch.empty(0), None, {}) for parameter in ordered]
+
+    def _step(self, slices: Sequence[Slice]) -> None:
+        is_on_cpu = any(part.data.device.type == "cpu" for part in slices)
         all_settings, attributes = self._on_cpu if is_on_cpu else (self._groups, self._attributes)
         groups: list[dict[str, Any]] = [{**settings, "params": []} for settings in all_settings]
         copy = copy_of(self.optimizer, groups, attributes)
         stand_ins: list[nn.Parameter] = []
+        if self.is_joint:
+            slices = [*slices, *self._absent(slices)]
         for part in slices:
             stand_in = nn.Parameter(part.data)
             if not part.parameter.__dict__.keys() <= ENGINE_ATTRIBUTES:
@@ -202,10 +261,14 @@ class OptimizerClone:
             if part.state:
                 copy.state[stand_in] = part.state
             groups[self.group_of[part.parameter]]["params"].append(stand_in)
-        raw_step(copy)
+        if self.is_joint:
+            copy.state.update(other_states(self.optimizer))
+        self.result = self._call(copy)
         for part, stand_in in zip(slices, stand_ins, strict=True):
             state = copy.state.get(stand_in, {})
             if state is not part.state:
                 part.replace_state(state)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
+        if self.is_joint:
+            copy_back(self.optimizer, copy, all_settings, attributes)

@@ -17,9 +17,8 @@ __all__ = ["known_elementwise", "refusal_reason"]
 _ELEMENTWISE = {
     "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
     "schedulefree": (
-        "AdamWScheduleFree AdamWScheduleFreeClosure AdamWScheduleFreePaper "
-        "AdamWScheduleFreeReference RAdamScheduleFree RAdamScheduleFreeClosure SGDScheduleFree "
-        "SGDScheduleFreeClosure SGDScheduleFreeReference"
+        "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree "
+        "SGDScheduleFree SGDScheduleFreeReference"
     ),
     "lion_pytorch": "Lion",
     "adabelief_pytorch": "AdaBelief",

@@ -51,7 +51,6 @@ class StepKind(Enum):
 
     BY_BUCKET = "one call for each bucket"
     AT_ONCE = "all slices in one call"
-    AROUND_CLOSURE = "all slices in one call, with a closure inside"
 
 
 @dataclass(frozen=True)
@@ -200,22 +199,11 @@ class _Probe:
         """Finds how the optimizer can be stepped; returns the run in which tensors move."""
         self._way = replace(self._way, has_states=self._needs_states())
         start = self._run(num_steps=0)
-        needs_closure: TypeError | None = None
         for num_steps in _NUM_STEPS:
             self._way = replace(self._way, num_steps=num_steps)
-            try:
-                full = self._run()
-            except TypeError as error:  # the step may call the closure itself
-                self._way = replace(self._way, is_around_closure=True)
-                try:
-                    full = self._run()
-                except Exception:
-                    raise error from None
-                needs_closure = error
+            full = self._run()
             if not full.equals(start):
                 return full
-        if needs_closure is not None:
-            raise needs_closure
         raise refusal(
             self._optimizer,
             f"a copy of it does not move the parameters in its groups in {num_steps} steps",
@@ -250,7 +238,7 @@ class _Probe:
                 )
             if not some.equals(self._full, tolerance=1e-6):
                 return "the update of each parameter depends on the gradients of other parameters"
-        return None if self._way.is_around_closure else self._find_closure_use()
+        return self._find_closure_use()
 
     def _find_closure_use(self) -> str | None:
         """Reason why its closure cannot be called once, before the step; None: it can."""
@@ -282,8 +270,6 @@ class _Probe:
 
     def kind(self) -> StepKind:
         """Way in which the optimizer may be called: by bucket only if all bits stay the same."""
-        if self._way.is_around_closure:
-            return StepKind.AROUND_CLOSURE
         numbers = pairwise(self._full.numbers[1:])
         if self._full.has_other_states or not all(are_same(a, b) for a, b in numbers):
             return StepKind.AT_ONCE  # it counts its calls

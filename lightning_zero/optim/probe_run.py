@@ -39,8 +39,6 @@ class Way:
         part: Only this part of each tensor is stepped: 0 or 1; 1-D. None: full tensors.
         is_in_turn: Step each tensor in its own call.
         loss: Loss that a closure returns; None: no closure is passed.
-        is_around_closure: Pass a closure that sets gradients which depend on the current values;
-            before the call they are NaN.
         has_states: Start with states, if the parameters have some.
         options: Options that replace those of the optimizer, by name.
     """
@@ -52,7 +50,6 @@ class Way:
     part: int | None = None
     is_in_turn: bool = False
     loss: float | None = None
-    is_around_closure: bool = False
     has_states: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
 
@@ -156,8 +153,6 @@ class ProbeRun:
                 self._tensors[number].grad = values
         if self._way.is_in_turn:
             self._step_in_turn()
-        elif self._way.is_around_closure:
-            raw_step(self._copy, closure=self._closure_with_grads())
         elif self._way.loss is not None:
             raw_step(self._copy, closure=self._closure(self._way.loss))
         else:
@@ -175,21 +170,6 @@ class ProbeRun:
 
         return closure
 
-    def _closure_with_grads(self) -> Callable[[], Tensor]:
-        """Returns a closure that sets the gradients, which are NaN until then."""
-        grads = {number: tensor.grad for number, tensor in self._tensors.items()}
-        for tensor in self._tensors.values():
-            tensor.grad = torch.full_like(tensor, math.nan)
-
-        def closure() -> Tensor:
-            for number, tensor in self._tensors.items():
-                grad = grads[number]
-                assert grad is not None
-                tensor.grad = grad + 0.5 * tensor.detach()
-            return torch.ones((), device=self._device)
-
-        return closure
-
     def _step_in_turn(self) -> None:
         groups = self._copy.param_groups
         kept = [group["params"] for group in groups]
@@ -201,7 +181,7 @@ class ProbeRun:
             group["params"] = parameters
         for tensor in self._tensors.values():
             tensor.grad = None
-        raw_step(self._copy)  # without gradients, as after the pre-hook, it must not do anything
+        raw_step(self._copy)  # without gradients, it must not do anything
 
     def _draw(self, kind: _Kind) -> Tensor:
         drawn = torch.randn(kind.shape, generator=self._generator)

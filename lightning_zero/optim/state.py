@@ -30,8 +30,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.shards import is_elementwise_state
-from lightning_zero.optim.clone import parameters_of, probe_state
-from lightning_zero.optim.state_view import is_sliced, local_part, raw_states, without_state_view
+from lightning_zero.optim.clone import (
+    copy_back,
+    copy_of,
+    other_states,
+    parameters_of,
+    probe_state,
+    settings_of,
+)
+from lightning_zero.optim.state_view import before_access, is_sliced, local_part, raw_states
 from lightning_zero.tensors.composite import (
     flatten_composites,
     is_composite,
@@ -40,20 +47,18 @@ from lightning_zero.tensors.composite import (
     unflatten_composites,
 )
 from lightning_zero.tensors.guarded import placement_of
-from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "TensorSpec",
-    "swap_in_states",
     "check_sliced_states",
     "is_elementwise",
     "unshard_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
     "gather_owned_state_specs",
+    "packed_options",
     "shard_initial_state",
-    "swap_out_states",
 ]
 
 _ALIGN_BYTES = 16
@@ -90,21 +95,12 @@ def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
             )
 
 
-def swap_in_states(optimizer: Optimizer, bucket: Bucket) -> None:
-    """Reads states from files into memory until `swap_out_states`: a method may write them."""
-    states = raw_states(optimizer)
-    for parameter in bucket.parameters:
-        for key, value in states.get(parameter, {}).items():
-            if isinstance(value, LazyTensor):
-                states[parameter][key] = value.read()
-
-
-def swap_out_states(optimizer: Optimizer, bucket: Bucket) -> None:
-    """Writes the states of `bucket` back to their files."""
-    states = raw_states(optimizer)
-    for index, parameter in enumerate(bucket.parameters):
-        if parameter in states:
-            bucket.shards.adopt_state(index, states[parameter])
+def packed_options(optimizer: Optimizer) -> dict[str, Any]:
+    """Result of `optimizer.state_dict()` without states of parameters. Local."""
+    before_access(optimizer)
+    packer = copy_of(optimizer, optimizer.param_groups)
+    packer.state.update(other_states(optimizer))
+    return type(optimizer).state_dict(packer)
 
 
 def optimizer_state_dict(
@@ -115,8 +111,7 @@ def optimizer_state_dict(
     Gathers one bucket and one kind of state at a time. Ranks with `is_recipient=False` get an empty
     dict.
     """
-    with without_state_view(optimizer):
-        packed = optimizer.state_dict()
+    packed = packed_options(optimizer)
     ids, own = _parameter_ids(optimizer), raw_states(optimizer)
     state: dict[int, dict[str, Any]] = {}
     for parameter, owned in _gather_owned_states(optimizer, buckets):
@@ -130,22 +125,18 @@ def optimizer_state_dict(
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
     if not is_recipient:
         return {}
-    other_states = {k: v for k, v in packed["state"].items() if k not in set(ids.values())}
-    packed["state"] = {
+    packed["state"] |= {
         number: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in state[number].items()}
         for number in sorted(state)
-    } | other_states
+    }
     return packed
 
 
-def load_optimizer_state_dict(
-    optimizer: Optimizer, buckets: Sequence[Bucket], state_dict: Mapping[str, Any]
-) -> None:
+def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads a state dict of full tensors; each rank reads and keeps its own elements. Local.
 
     Args:
         optimizer: Optimizer whose state and group options are replaced.
-        buckets: All buckets of the engine.
         state_dict: Result of `torch.optim.Optimizer.state_dict`; tensors may be LazyTensors.
 
     Raises:
@@ -175,21 +166,39 @@ def load_optimizer_state_dict(
         for number, entry in entries.items()
         if _is_stepped(by_number[number])
     }
-    # The optimizer casts states to the dtype and device of its parameters, so these must be the
-    # main parameters.
-    mine = set(parameters) - in_files
-    own_buckets = [bucket for bucket in buckets if not mine.isdisjoint(bucket.parameters)]
-    for bucket in own_buckets:
-        bucket.enter_step(has_grads=False, has_values=False)
-    try:
-        with without_state_view(optimizer):
-            optimizer.load_state_dict({**state_dict, "state": state})
-    finally:
-        for bucket in own_buckets:
-            bucket.leave_step(is_changed=False)
+    _load_sliced(optimizer, {**state_dict, "state": state})
     for number, entry in entries.items():
         if by_number[number] in in_files:
             _load_into_files(by_number[number], entry, keys, raw_states(optimizer))
+
+
+def _load_sliced(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Loads a state dict of slices with the `load_state_dict` of the optimizer's class.
+
+    It casts states to the dtype and device of the parameters, here those of stand-ins.
+    """
+    stand_in_of = {parameter: _stand_in(parameter) for parameter in parameters_of(optimizer)}
+    groups = [
+        {**settings_of(group, copies=False), "params": [stand_in_of[p] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    given = [dict(group) for group in groups]
+    loader = copy_of(optimizer, groups)
+    attributes = dict(vars(loader))
+    type(optimizer).load_state_dict(loader, state_dict)
+    raw = raw_states(optimizer)
+    raw.clear()
+    raw.update({p: loader.state[s] for p, s in stand_in_of.items() if s in loader.state})
+    copy_back(optimizer, loader, given, attributes)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter without memory, of the dtype and on the device of what is stepped."""
+    placement = placement_of(parameter)
+    shards = bucket_of(placement).shards
+    device = shards.storage.step_device(shards.plan.tiers.optim)
+    value = torch.empty((), dtype=shards.plan.master_dtype, device=device)
+    return nn.Parameter(value.expand(shards.step_layout.shapes[placement.index]))
 
 
 def _load_into_files(

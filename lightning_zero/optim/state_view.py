@@ -1,11 +1,10 @@
 """`optimizer.state` as users see it: slices appear as sharded tensors.
 
-[Note: State view] In a step, the optimizer needs plain 1-D slices of states next to the slices of
-parameters. Between steps, users see tensors of the parameter's shape, like `p.grad`: reads,
-elementwise writes and `full_tensor()` act on the full state. So `optimizer.state` is a `StateView`
-between steps, and the plain dict, `raw`, within steps (`without_state_view`). Assignments and
-deletions are applied to that dict. A state dict of torch is created from the view, so it contains
-sharded tensors.
+[Note: State view] Stand-ins are stepped with plain 1-D slices of states (clone.py). Users see
+tensors of the parameter's shape, like `p.grad`: reads, elementwise writes and `full_tensor()` act
+on the full state. So `optimizer.state` is a `StateView` of the dict with the slices, `raw`, to
+which assignments and deletions are applied. A state dict of torch is created from the view, so it
+contains sharded tensors.
 
 States of owned full tensors are visible on the owner only, as they are.
 """
@@ -15,9 +14,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,11 +31,11 @@ from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "StateView",
+    "before_access",
     "as_plain_dicts",
     "is_sliced",
     "raw_states",
     "local_part",
-    "without_state_view",
     "raise_partial_states",
 ]
 
@@ -48,24 +46,21 @@ REMEDIES = (
 
 
 def raw_states(optimizer: Optimizer) -> defaultdict[Any, Any]:
-    """The plain dict of states, with slices as the optimizer steps them."""
+    """The plain dict of states, with slices as stand-ins are stepped with them."""
     state: Any = optimizer.state
     plain: defaultdict[Any, Any] = state.raw if isinstance(state, StateView) else state
     return plain
 
 
-@contextmanager
-def without_state_view(optimizer: Optimizer) -> Iterator[None]:
-    """Context in which `optimizer.state` is the plain dict that the optimizer itself needs."""
-    view: Any = optimizer.state
-    if not isinstance(view, StateView):
-        yield
-        return
-    view.uninstall(optimizer)
-    try:
-        yield
-    finally:
-        view.install(optimizer)  # loading replaces the dict
+def before_access(optimizer: Optimizer) -> None:
+    """Before states are read or replaced from outside of a step: waits for a worker. Local.
+
+    Raises:
+        RuntimeError: They are offloaded.
+    """
+    state: Any = optimizer.state
+    if isinstance(state, StateView):
+        state.before_access()
 
 
 def is_sliced(bucket: Bucket) -> bool:
@@ -102,29 +97,23 @@ def _slice(bucket: Bucket, index: int, value: Tensor) -> Tensor:
 
 
 class StateView(MutableMapping[Any, Any]):
-    """`optimizer.state` between steps. See [Note: State view].
+    """`optimizer.state` of the user's optimizer. See [Note: State view].
 
     Attributes:
         raw: The optimizer's own dict, with slices.
-        drain: Waits for a worker that may be changing values; called before access.
+        before_access: Called before states are read or replaced.
     """
 
-    def __init__(self, raw: defaultdict[Any, Any], drain: Callable[[], object]) -> None:
+    def __init__(self, raw: defaultdict[Any, Any], before_access: Callable[[], object]) -> None:
         self.raw = raw
-        self.drain = drain
+        self.before_access = before_access
 
-    def install(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer.state` this view, of the dict that it is now."""
-        state: Any = optimizer.state
-        if state is not self:
-            self.raw, optimizer.state = state, cast("Any", self)
-
-    def uninstall(self, optimizer: Optimizer) -> None:
-        """Makes `optimizer.state` the plain dict."""
-        optimizer.state = self.raw
+    def show(self, raw: defaultdict[Any, Any]) -> None:
+        """Makes this the view of another dict, with slices."""
+        self.raw = raw
 
     def __getitem__(self, parameter: Any) -> Any:
-        self.drain()
+        self.before_access()
         if not isinstance(parameter, Tensor) or not has_placement(parameter):
             return self.raw[parameter]
         placement = placement_of(parameter)
@@ -135,7 +124,7 @@ class StateView(MutableMapping[Any, Any]):
         return _ParameterStateView(own, parameter) if is_sliced(bucket) else own
 
     def __setitem__(self, parameter: Any, state: Any) -> None:
-        self.drain()
+        self.before_access()
         is_held = isinstance(parameter, Tensor) and has_placement(parameter)
         if is_held and isinstance(state, Mapping):
             known = self.raw.get(parameter, {})
@@ -145,7 +134,7 @@ class StateView(MutableMapping[Any, Any]):
         self.raw[parameter] = state
 
     def __delitem__(self, parameter: Any) -> None:
-        self.drain()
+        self.before_access()
         del self.raw[parameter]
 
     def __contains__(self, parameter: object) -> bool:
@@ -207,8 +196,8 @@ def raise_partial_states(what: str) -> NoReturn:
     )
 
 
-def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Post-hook of `state_dict`: makes the states plain dicts, as in any optimizer."""
+def as_plain_dicts(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Makes the states in a result of `state_dict` plain dicts, as in any optimizer."""
     if isinstance(state_dict.get("state"), dict):
         state_dict["state"] = {
             key: dict(state) if isinstance(state, _ParameterStateView) else state
@@ -217,48 +206,34 @@ def as_plain_dicts(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str
     return state_dict
 
 
-class _ParameterStateView(dict[str, Any]):
-    """View of the state of one parameter; writes are applied to the optimizer's own state."""
+class _ParameterStateView(MutableMapping[str, Any]):
+    """View of the state of one parameter; writes are applied to `raw`, the stepped state."""
 
     def __init__(self, raw: dict[str, Any], parameter: Tensor) -> None:
-        super().__init__({key: _view_of(parameter, key, value) for key, value in raw.items()})
         self._raw = raw
         self._parameter = parameter
 
+    def __getitem__(self, key: str) -> Any:
+        return _view_of(self._parameter, key, self._raw[key])
+
     def __setitem__(self, key: str, value: Any) -> None:
         self._raw[key] = local_part(self._parameter, value, self._raw.get(key))
-        super().__setitem__(key, _view_of(self._parameter, key, self._raw[key]))
 
     def __delitem__(self, key: str) -> None:
-        super().__delitem__(key)
         del self._raw[key]
 
-    def clear(self) -> None:
-        """Like `dict.clear`, as are the following methods."""
-        super().clear()
-        self._raw.clear()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
 
-    def pop(self, key: str, *default: Any) -> Any:
-        self._raw.pop(key, None)
-        return super().pop(key, *default)
+    def __len__(self) -> int:
+        return len(self._raw)
 
-    def popitem(self) -> tuple[str, Any]:
-        key, value = super().popitem()
-        del self._raw[key]
-        return key, value
-
-    def setdefault(self, key: str, default: Any = None) -> Any:
-        if key not in self:
-            self[key] = default
-        return self[key]
-
-    def update(self, *others: Any, **values: Any) -> None:
-        for key, value in dict(*others, **values).items():
-            self[key] = value
-
-    def __ior__(self, other: Any) -> _ParameterStateView:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> _ParameterStateView:
         self.update(other)
         return self
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)

@@ -1,74 +1,67 @@
-"""The optimizer step: steps this rank's slices with the user's own optimizer, bucket by bucket.
+"""The optimizer step: steps this rank's slices with copies of the user's own optimizer.
 
-[Note: One step of the user's optimizer] The optimizer object is not replaced. A pre-hook and a
-post-hook do the work, so `optimizer.step()` is correct for every caller: Lightning, a GradScaler, a
-hand-written loop. The pre-hook first runs the closure, if any, because parameters must be usable in
-it. Then it steps bucket after bucket with stand-ins (clone.py), small buckets together. The
-all-gather of a stepped bucket overlaps the step of the next one, and tensors in files or in other
-memory are loaded ahead. The step function itself then finds no gradients and does nothing. An
-optimizer that counts its calls cannot be called once for each bucket; instead, its step function
-runs once over all buckets. `probe` determines the kind of an optimizer.
+[Note: One step of the user's optimizer] The optimizer object is kept, and its parameters and states
+are never exchanged for what is stepped. `step` of the object runs `OptimizerStep`, between the
+user's hooks, so it is correct for every caller: Lightning, a GradScaler, a hand-written loop. It
+runs the closure, if any, completes the mean gradients, and then
 
-[Note: Steps that overlap the next forward] With `overlap_step`, a worker thread runs the same loop
-over buckets, in the order in which the next forward needs them. Every use of a bucket waits until
-the loop has stepped it (`Bucket.wait_for_step`); access from outside waits for all buckets. The
-settings of the optimizer are copied when `step()` is called, and the gradients do not change until
-the next backward, which waits, too. So the values are those of a step without overlap.
+    for each call:                  chunks of a bucket, several small buckets, or all at once
+        load                        values, gradients, states of this rank; the next call's, too
+        step the stand-ins          clone.py
+        store                       values and states
+        all-gather ended buckets    where parameters are replicated; overlaps the next call
+
+An optimizer that counts its calls is called once, with all slices. `probe` determines this.
+
+[Note: Steps that overlap the next forward] With `overlap_step`, a worker thread runs this loop, in
+the order in which the next forward needs the buckets. Every use of a bucket waits until the loop
+has stepped it (`Bucket.wait_for_step`); access from outside waits for all buckets. The settings of
+the optimizer are copied when `step()` is called, and the gradients do not change until the next
+backward, which waits, too. So the values are those of a step without overlap.
+
+[Note: Methods of optimizers] Schedule-free optimizers have `train` and `eval`, which exchange what
+the parameters are. Both run in the same loop, in one call without gradients, on every rank. Other
+methods of a class get the user's parameters and states as they are between steps, sharded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import zip_longest
+from types import MethodType
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of, lockstep_of
 from lightning_zero.core.reducer import Reducer
-from lightning_zero.core.step_worker import StepWorker
+from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.bucket_loop import step_buckets
-from lightning_zero.optim.chunks import chunks_of
-from lightning_zero.optim.clone import (
-    OptimizerClone,
-    is_device_scalar,
-    parameters_of,
-    scalars_to_cpu,
-)
-from lightning_zero.optim.methods import ElementwiseOnly, NoGradientAccess, wrap_methods
+from lightning_zero.optim.chunks import BucketStep, StepCall, calls_of, chunks_of
+from lightning_zero.optim.clone import OptimizerClone, parameters_of, raw_step
 from lightning_zero.optim.probe import ProbeResult, StepKind, probed_settings
-from lightning_zero.optim.state import (
-    check_sliced_states,
-    load_optimizer_state_dict,
-    shard_initial_state,
-    swap_in_states,
-    swap_out_states,
-)
-from lightning_zero.optim.state_view import (
-    StateView,
-    as_plain_dicts,
-    is_sliced,
-    raise_partial_states,
-    raw_states,
-)
-from lightning_zero.record.spans import Kind
-from lightning_zero.tensors.composite import plain_tensors
+from lightning_zero.optim.state import load_optimizer_state_dict, shard_initial_state
+from lightning_zero.optim.state_view import StateView, as_plain_dicts, raise_partial_states
 from lightning_zero.tensors.guarded import has_placement, placement_of
-from lightning_zero.tiers.pipeline import Task
 from lightning_zero.tiers.storage import Storage
 
 __all__ = ["OptimizerStep", "check_full_tensors"]
 
+_METHODS = ("train", "eval")  # see [Note: Methods of optimizers]
+
 
 class OptimizerStep:
-    """Steps this rank's slices with the user's optimizer, in hooks of its `step`.
+    """Steps this rank's slices when `step` of the user's optimizer is called.
 
     Args:
         optimizer: The user's optimizer.
@@ -90,223 +83,116 @@ class OptimizerStep:
         worker: StepWorker | None,
     ) -> None:
         self.optimizer = optimizer
-        self._view: Any = StateView(optimizer.state, self._before_access)
-        self._kind = found.kind
         self._result = found
         self._probe = probe
         self._known_settings = [probed_settings(optimizer)]  # settings that have been probed
         self._known_members: set[nn.Parameter] = set()  # parameters that have been checked
         self._reducer = reducer
-        self._stepping: list[Bucket] = []
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
-        # Settings that are on the CPU for this step: group, key, the user's tensor, its copy.
-        self._cpu_copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-        self._depth = 0  # a subclass's step may call its parent's, which calls the hooks, too
-        self._is_inside = self._is_inside_bucket = self._is_detached = self._is_skipping = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._pre_hook),
-            optimizer.register_step_post_hook(self._post_hook),
-            optimizer.register_state_dict_pre_hook(self._before_state_dict),
-            optimizer.register_state_dict_post_hook(as_plain_dicts),
-            optimizer.register_load_state_dict_pre_hook(self._before_access),
-        ]
-        self._wrapped = [*wrap_methods(optimizer, self._run_method), "load_state_dict"]
-        optimizer.__dict__["load_state_dict"] = self._load_state_dict
-        self._install_state_view()
-
-    def reset(self) -> None:
-        """Resets after an exception, which may have occurred between the two hooks."""
-        self._is_inside = self._is_inside_bucket = self._is_skipping = False
-        self._depth = 0
-        self._stepping = []
-        self._restore_scalars()
-        if not self._is_detached:
-            self._install_state_view()
+        self._view = StateView(optimizer.state, self._before_access)
+        self.optimizer.state = cast("Any", self._view)
+        self._is_detached = False
+        self._former_step = vars(optimizer).get("step")  # of a scheduler
+        self._replaced = {
+            "step": _between_hooks(optimizer, self._step),
+            "state_dict": self._state_dict,
+            "load_state_dict": self._load_state_dict,
+            **{name: partial(self._run_method, name) for name in _METHODS if _has(optimizer, name)},
+        }
+        vars(optimizer).update(self._replaced)
 
     def detach(self) -> None:
-        """Removes all hooks and wrappers; the optimizer keeps this rank's slices as states."""
-        for handle in self._handles:
-            handle.remove()
-        for name in self._wrapped:
-            self.optimizer.__dict__.pop(name, None)
-        if self.optimizer.state is self._view:
-            self.optimizer.state = raw_states(self.optimizer)
+        """Restores the optimizer's methods; it keeps this rank's slices as states."""
+        own = vars(self.optimizer)
+        for name, method in self._replaced.items():
+            if own.get(name) is method:
+                del own[name]
+        if self._former_step is not None:
+            own.setdefault("step", self._former_step)
+        state: Any = self.optimizer.state
+        if state is self._view:
+            self.optimizer.state = self._view.raw
         self._is_detached = True
 
     # ---------------------------------------------------------------- states
 
-    def _uninstall_state_view(self) -> None:
-        """Makes `optimizer.state` the plain dict. See [Note: State view]."""
+    def _adopt_state(self) -> None:
+        """Shards a dict of states that the user has assigned to `optimizer.state`."""
         state: Any = self.optimizer.state
-        if state is not self._view and state is not self._view.raw:  # assigned by the user
+        if state is not self._view:
             shard_initial_state(self.optimizer)
-            self._view.install(self.optimizer)
-        self._view.uninstall(self.optimizer)
+            self._view.show(state)
+            self.optimizer.state = cast("Any", self._view)
 
-    def _install_state_view(self) -> None:
-        """Makes `optimizer.state` the view with sharded tensors."""
-        self._view.install(self.optimizer)
-
-    def _before_access(self, *_: Any) -> None:
+    def _before_access(self) -> None:
         """Before states are read or replaced from outside of a step."""
         self._storage.state_offload.check(State.OPTIM)
         self._drain()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _state_dict(self) -> dict[str, Any]:
+        """Replaces the optimizer's `state_dict`: slices appear as sharded tensors."""
         self._before_access()
-        if self.optimizer.state is not self._view:
-            return  # called by the engine, or by the optimizer in its step
+        self._adopt_state()
         for bucket in self._own_buckets():
             if bucket.shards.has_tensor_owners and bucket.comm.mesh.num_shards > 1:
                 raise_partial_states(f"state_dict() of {type(self.optimizer).__name__}")
+        return as_plain_dicts(type(self.optimizer).state_dict(self.optimizer))
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces the optimizer's `load_state_dict`: each rank takes its slices of full states."""
         self._before_access()
-        if self.optimizer.state is self._view:
-            load_optimizer_state_dict(self.optimizer, self._own_buckets(), state_dict)
-        else:  # called by that function, with this rank's slices
-            type(self.optimizer).load_state_dict(self.optimizer, state_dict)
+        self._adopt_state()
+        load_optimizer_state_dict(self.optimizer, state_dict)
 
     def _own_buckets(self) -> list[Bucket]:
         members = set(parameters_of(self.optimizer))
         order = self._reducer.step_order()
         return [bucket for bucket in order if not members.isdisjoint(bucket.parameters)]
 
-    # ---------------------------------------------------------------- other methods
-
-    def _run_method(
-        self, name: str, method: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Runs a method of the optimizer like `step`. See [Note: Methods of optimizers].
-
-        Collective: every rank.
-        """
-        buckets = [] if self._is_inside or self._is_detached else self._own_buckets()
-        if not buckets:
-            return method(*args, **kwargs)
-        call = f"{type(self.optimizer).__name__}.{name}()"
-        self._storage.state_offload.check()
-        lockstep = lockstep_of(buckets[0].parameters[0])
-        lockstep.barrier(call)
-        self._drain()
-        self._uninstall_state_view()
-        self._is_inside = True
-        self._stepping = buckets
-        try:
-            with (
-                failing_together(f"run {call}", gather=lockstep.gather_objects),
-                self._on_slices(call),
-            ):
-                result = method(*args, **kwargs)
-        finally:
-            self._leave()
-        return result
-
-    @contextmanager
-    def _on_slices(self, call: str) -> Iterator[None]:
-        """Context in which parameters and states are slices; operators on full tensors raise."""
-        members = parameters_of(self.optimizer)
-        self._enter(has_grads=False)
-        for bucket in self._stepping:
-            if bucket.shards.keeps_states_in_files:
-                swap_in_states(self.optimizer, bucket)
-        slices: list[Tensor] = []
-        full: list[Tensor] = []
-        for bucket in self._stepping:
-            if bucket.replicates_optim:
-                continue
-            for parameter in bucket.parameters:
-                states = plain_tensors(raw_states(self.optimizer).get(parameter, {}))
-                tensors = slices if is_sliced(bucket) else full
-                tensors += [parameter.data, *(value for value in states if value.dim())]
-        with NoGradientAccess(members, call), ElementwiseOnly(slices, full, call):
-            yield
-
-    def _leave(self) -> None:
-        """Ends the step of all buckets in `_stepping`, and all-gathers them. Collective."""
-        stepped, self._stepping = self._stepping, []
-        self._is_inside = False
-        for bucket in stepped:
-            bucket.leave_step(is_changed=True)
-            if bucket.shards.keeps_states_in_files:
-                swap_out_states(self.optimizer, bucket)
-        for bucket in stepped:
-            bucket.sync_aliases()
-        self._reducer.after_step()
-        for parameter in (p for bucket in stepped for p in bucket.parameters):
-            check_sliced_states(self.optimizer, parameter)
-        self._install_state_view()
-
-    # ---------------------------------------------------------------- around a closure
-
-    def _begin_around(self, closure: object) -> Callable[[], Any]:
-        """Points parameters at their main parameters, except while the closure runs.
-
-        Before the closure, parameters have no gradients: those would be of the previous step.
-
-        Returns:
-            The closure that replaces `closure`.
-        """
-        if not callable(closure):
-            raise TypeError(
-                f"{type(self.optimizer).__name__} needs a closure: call optimizer.step(closure), "
-                "where closure() runs the forward and the backward and returns the loss. It cannot "
-                "be used with a loss scaler (16-mixed), which calls step() without a closure."
-            )
-        self._members()
-        self._reducer.before_step()
-        self._enter_all(has_grads=False)
-
-        def run_closure() -> Any:
-            self._leave()
-            with torch.enable_grad():
-                loss = closure()
-            self._reducer.before_step()
-            self._enter_all(has_grads=True)
-            return loss
-
-        return run_closure
-
-    def _enter_all(self, *, has_grads: bool) -> None:
-        self._uninstall_state_view()
-        self._is_inside = True
-        self._stepping = self._own_buckets()
-        self._enter(has_grads=has_grads)
-
-    def _enter(self, *, has_grads: bool) -> None:
-        """Enters the step of all buckets in `_stepping`. Collective with tensor owners."""
-        for bucket in self._stepping[:1]:
-            bucket.wait_for_all_steps()  # the worker of another optimizer communicates, too
-        for bucket in self._stepping:
-            bucket.enter_step(has_grads=has_grads)
-
     # ---------------------------------------------------------------- the step
 
-    def _pre_hook(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._is_inside:
-            self._depth += 1
-            return None
-        # In the hook, the first of `args` is the optimizer itself.
-        _, *rest = args
-        closure = rest[0] if rest else kwargs.get("closure")
-        if self._kind is StepKind.AROUND_CLOSURE:
-            around = self._begin_around(closure)
-            return ((optimizer, around, *rest[1:]), kwargs) if rest else (args, {"closure": around})
-        if callable(closure):
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        """Replaces the optimizer's `step`. Collective, as in data parallel."""
+        if self._is_detached:  # a wrapper that was put around this method remains
+            return raw_step(optimizer, **({} if closure is None else {"closure": closure}))
+        loss = None
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            evaluated = _Evaluated(loss, type(optimizer).__name__)
-            args = (optimizer, evaluated, *rest[1:]) if rest else args
-            kwargs = kwargs if rest else {**kwargs, "closure": evaluated}
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers
         self._reducer.before_step()
-        members = self._members()  # before the state view is removed: it may raise
-        self._uninstall_state_view()
+        members = self._members()
+        self._adopt_state()
         if self._reducer.guard.skips(optimizer):
-            return self._begin_skip(args, kwargs)
+            self._reducer.drop_gradients()  # an optimizer that steps later would use the others
+            return loss
+        buckets = self._buckets_with_grads(members)
+        clone = self._clone(closure, loss)
+        try:
+            for some, worker in self._divide(buckets):
+                self._run(clone, some, worker)
+        except Exception:
+            self._reducer.note_failed_step()
+            raise
+        self._end(buckets)
+        return loss
+
+    def _clone(self, closure: object, loss: Any) -> OptimizerClone:
+        """Copy of the optimizer's settings for a step, and the closure that has been called."""
+        if not self._is_joint:
+            return OptimizerClone(self.optimizer)
+        call: Callable[[Optimizer], Any] = raw_step
+        if closure is not None:
+            call = partial(raw_step, closure=_evaluated(loss, type(self.optimizer).__name__))
+        return OptimizerClone(self.optimizer, call, is_joint=True)
+
+    @property
+    def _is_joint(self) -> bool:
+        return self._result.kind is StepKind.AT_ONCE
+
+    def _buckets_with_grads(self, members: set[nn.Parameter]) -> list[Bucket]:
+        """Buckets with a gradient of a parameter of the optimizer, in the order of the step."""
         with torch._C.DisableTorchFunctionSubclass():  # `.grad` of guarded parameters is slow
             with_grad = {parameter for parameter in members if parameter.grad is not None}
         self._reducer.note_stepped(with_grad)
@@ -316,138 +202,76 @@ class OptimizerStep:
             is_member = not members.isdisjoint(bucket.parameters)
             if is_member and bucket.shards.full_tensors is not None:
                 # The step is collective, also where one rank alone has dropped its gradients.
-                lockstep_of(bucket.parameters[0]).barrier(f"{type(optimizer).__name__}.step()")
+                name = type(self.optimizer).__name__
+                lockstep_of(bucket.parameters[0]).barrier(f"{name}.step()")
                 has_grads = bucket.comm.control.union(has_grads)
                 break
-        self._stepping = [b for b, has_grad in zip(buckets, has_grads, strict=True) if has_grad]
-        self._is_inside = True
-        if self._kind is StepKind.BY_BUCKET:
-            self._is_inside_bucket = True
-            try:
-                self._step_by_bucket()
-            except BaseException as error:
-                self._is_inside = False
-                self._install_state_view()
-                if isinstance(error, Exception):
-                    self._end_failed_step()
-                raise
-            finally:
-                self._is_inside_bucket = False
-            with torch._C.DisableTorchFunctionSubclass():
-                for bucket in self._stepping:
-                    for parameter in bucket.parameters:
-                        parameter.grad = None  # so that the step function does nothing
-        else:
-            self._enter(has_grads=True)
-            self._move_scalars()
-            self._storage.recorder.begin_layer(Kind.STEP, type(optimizer).__name__)
-        return args, kwargs
+        return [bucket for bucket, has_grad in zip(buckets, has_grads, strict=True) if has_grad]
 
-    def _begin_skip(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Drops all gradients, and lets the step function step a copy of the optimizer's settings.
+    def _divide(self, buckets: Sequence[Bucket]) -> list[tuple[list[Bucket], StepWorker | None]]:
+        """The buckets that are stepped at once, and those that a worker steps.
 
-        An optimizer that steps later would use the others. A hook cannot leave the step function
-        out, and some optimizers count its calls.
+        The forward of stage 3 communicates, so there the worker does not: the order would differ
+        between ranks. What needs collectives is stepped at once.
         """
-        self._reducer.drop_gradients()
-        stand_in = object.__new__(type(self.optimizer))
-        vars(stand_in).update(
-            vars(self.optimizer),
-            state=self.optimizer.state.copy(),
-            param_groups=[
-                {key: v.clone() if isinstance(v, Tensor) else v for key, v in group.items()}
-                for group in self.optimizer.param_groups
-            ],
-        )
-        self._is_inside = self._is_skipping = True
-        return (stand_in, *args[1:]), kwargs
-
-    def _move_scalars(self) -> None:
-        """Copies scalar settings, and tensors set by a loss scaler, to the CPU for a CPU step.
-
-        See [Note: Asynchronous copies of scalars].
-        """
-        # The parameters are views of the main parameters now.
-        first = (bucket.parameters[0] for bucket in self._stepping)
-        if all(parameter.device.type != "cpu" for parameter in first):
-            return
-        own = self.optimizer.__dict__
-        names = own.keys() & {"grad_scale", "found_inf"}
-        own.update(scalars_to_cpu({name: own[name] for name in names}))
-        for group in self.optimizer.param_groups:
-            scalars = {
-                key: value
-                for key, value in group.items()
-                if isinstance(value, Tensor) and is_device_scalar(value)
-            }
-            copies = scalars_to_cpu(scalars)
-            group.update(copies)
-            self._cpu_copies += [(group, key, scalars[key], copies[key]) for key in scalars]
-
-    def _restore_scalars(self) -> None:
-        """Restores the user's tensors as settings, with changes made in the step."""
-        for group, key, scalar, copy in self._cpu_copies:
-            if group.get(key) is copy:  # else the step has replaced it
-                if copy._version:
-                    scalar.copy_(copy)
-                group[key] = scalar
-        self._cpu_copies = []
-
-    def _post_hook(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_inside_bucket:
-            return
-        if self._depth:
-            self._depth -= 1
-            return
-        if self._is_skipping:
-            self._is_inside = self._is_skipping = False
-            self._install_state_view()
-            return
-        self._restore_scalars()
-        if self._kind is not StepKind.AROUND_CLOSURE:
-            self._storage.recorder.end_layer(Kind.STEP, type(optimizer).__name__)
-        if self._kind is not StepKind.BY_BUCKET:
-            self._leave()
-            return
-        self._is_inside = False
-        stepped, self._stepping = self._stepping, []
-        for bucket in stepped:
-            bucket.grads.set_param_grads()
-        for bucket in stepped:
-            bucket.sync_aliases()
-        self._reducer.after_step()
-        self._install_state_view()
-
-    def _step_by_bucket(self) -> None:
-        clone = OptimizerClone(self.optimizer)
         at_once, overlapped = list[Bucket](), list[Bucket]()
-        for bucket in self._stepping:
-            # The forward of stage 3 communicates, so there the worker does not: the order would
-            # differ between ranks. What needs collectives is stepped at once.
+        for bucket in buckets:
             is_local = bucket.shards_params and bucket.shards.full_tensors is None
             is_overlapped = is_local or not self._reducer.shards_params
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
-        if any(bucket.plan.tiers.optim is Tier.NVME for bucket in at_once):
-            self._drain()  # a loop of another optimizer may use the buffers
-        for buckets, worker in ((at_once, None), (overlapped, self._worker)):
-            if buckets:
-                step_buckets(buckets, clone, self._storage, worker)
+        return [(at_once, None), (overlapped, self._worker)] if overlapped else [(at_once, None)]
 
-    def _end_failed_step(self) -> None:
-        """Issues the all-gathers after the step, for which ranks where it has not failed wait."""
-        self._reducer.note_failed_step()
-        for bucket in self._stepping:
-            bucket.leave_failed_step(communicates=True)
+    def _run(
+        self,
+        clone: OptimizerClone,
+        buckets: Sequence[Bucket],
+        worker: StepWorker | None = None,
+        *,
+        has_grads: bool = True,
+    ) -> None:
+        """Steps `buckets` in this order. Collective if parameters are replicated, or full tensors.
 
-    def _drain(self, *_: Any) -> None:
+        Args:
+            clone: Copy of the optimizer's settings.
+            buckets: Buckets of the optimizer.
+            worker: Its thread steps them after this call has returned. None: this call does.
+            has_grads: Whether the call uses gradients.
+        """
+        uses_files = any(bucket.plan.tiers.optim is Tier.NVME for bucket in buckets)
+        for bucket in buckets[:1] if worker is None and (uses_files or clone.is_joint) else ():
+            bucket.wait_for_all_steps()  # of another optimizer, which may use the same buffers
+        steps = [BucketStep(bucket, clone, has_grads=has_grads) for bucket in buckets]
+        loop = StepLoop(self._storage.device, steps)
+        begun = deque[Bucket]()
+        try:
+            work = []
+            for step in steps:
+                step.bucket.begin_step(loop.add() if worker is not None else None)
+                begun.append(step.bucket)
+                work.append(step.chunks())
+            calls = calls_of(work, is_joint=clone.is_joint)
+            run = partial(_run_calls, calls, clone, self._storage, loop, begun)
+            if worker is not None:
+                worker.submit(loop, run)
+            else:
+                run()
+        except BaseException as error:
+            loop.fail(error)  # a reset waits for the end of the loop
+            _end_failed(begun)
+            raise
+
+    def _end(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            bucket.sync_aliases()
+        self._reducer.after_step()
+
+    def _drain(self) -> None:
         if self._worker is not None:
             self._worker.drain()
 
     def read_ahead(self) -> None:
         """Starts to read the files of the next step, as far as buffers are free."""
-        buckets = self._reducer.step_order() if self._kind is StepKind.BY_BUCKET else []
+        buckets = [] if self._is_joint else self._reducer.step_order()
         # Gradients in files are written before the step.
         grad_tiers = {bucket.plan.tiers.grad for bucket in buckets}
         num_files = sum([len(bucket.shards.state_stores) for bucket in buckets])
@@ -463,13 +287,35 @@ class OptimizerStep:
                 if parameter.requires_grad and parameter in members
             ]
             chunks = chunks_of(bucket, slots) if slots else []
-            jobs += [Task(chunk.ranges) for chunk in chunks if chunk.files]
+            jobs += [chunk.ranges for chunk in chunks if chunk.files]
         self._storage.pipeline.prefetch(jobs)
+
+    # ---------------------------------------------------------------- other methods
+
+    def _run_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Replaces a method of the optimizer. Collective. See [Note: Methods of optimizers]."""
+        buckets = self._own_buckets()
+        call = f"{type(self.optimizer).__name__}.{name}()"
+        if not buckets:
+            return getattr(type(self.optimizer), name)(self.optimizer, *args, **kwargs)
+        self._storage.state_offload.check()
+        lockstep = lockstep_of(buckets[0].parameters[0])
+        lockstep.barrier(call)
+        self._drain()
+        self._adopt_state()
+        method = partial(_call, name, args, kwargs)
+        clone = OptimizerClone(self.optimizer, method, is_joint=True)
+        with failing_together(f"run {call}", gather=lockstep.gather_objects):
+            self._run(clone, buckets, has_grads=False)
+        self._end(buckets)
+        return clone.result
+
+    # ---------------------------------------------------------------- changed options and groups
 
     def _probe_again(self) -> None:
         """Probes the optimizer again, after options were switched on or off or groups changed."""
         found = self._probe(self.optimizer)
-        if found.kind is StepKind.AT_ONCE and self._kind is StepKind.BY_BUCKET:
+        if found.kind is StepKind.AT_ONCE and not self._is_joint:
             raise ValueError(
                 f"the options of {type(self.optimizer).__name__} were changed, and with the new "
                 "ones it counts its steps, so it can only step all parameters in one call; set "
@@ -499,23 +345,99 @@ class OptimizerStep:
         return members
 
 
-class _Evaluated:
-    """Replaces a closure that has been called: returns its loss, once per step."""
+def _run_calls(
+    calls: Sequence[StepCall],
+    clone: OptimizerClone,
+    storage: Storage,
+    loop: StepLoop,
+    begun: deque[Bucket],
+) -> None:
+    """The loop of a step. See [Note: One step of the user's optimizer].
 
-    def __init__(self, loss: Any, name: str) -> None:
-        self._loss = loss
-        self._name = name
-        self._is_called = False
+    Args:
+        calls: Calls of the optimizer, in order.
+        clone: Copy of the optimizer's settings.
+        storage: Stores of the buckets.
+        loop: Tells other threads which buckets are stepped.
+        begun: Buckets of the calls, whose step has begun. Each is removed when its step ends.
+    """
+    in_files = [call.ranges for call in calls if call.ranges]
+    try:
+        if in_files:
+            storage.pipeline.begin(in_files)
+        if not calls:
+            clone.step([])  # an optimizer may count its calls
+        for call in calls[:1]:
+            call.start_load()
+        for call, following in zip_longest(calls, calls[1:]):
+            if following is not None:
+                following.start_load()  # overlaps this call
+            if call.ranges:
+                with storage.pipeline.buffer() as views:
+                    call.run(clone, views)
+            else:
+                call.run(clone, [])
+            for _ in range(call.num_ended):
+                begun.popleft().end_step()
+                if clone.error is None:
+                    loop.advance()
+    except BaseException:
+        for call in calls:
+            call.discard()
+        _end_failed(begun)
+        raise
+    if clone.error is not None:
+        raise clone.error
 
-    def __call__(self) -> Any:
-        if self._is_called:
-            raise RuntimeError(
-                f"{self._name} calls its closure more than once in a step, but the closure is run "
-                "only once, before the step, so that the gradients of all ranks are averaged; use "
-                "an optimizer that evaluates the loss once."
-            )
-        self._is_called = True
-        return self._loss
+
+def _end_failed(begun: deque[Bucket]) -> None:
+    """Issues the all-gathers after a step that failed: ranks where it has not wait for them."""
+    while begun:
+        with suppress(Exception):  # the groups are gone
+            begun.popleft().end_step()
+
+
+def _evaluated(loss: Any, name: str) -> Callable[[], Any]:
+    """A closure that returns the loss of one that has been called, once."""
+    losses = iter([loss])
+
+    def closure() -> Any:
+        for value in losses:
+            return value
+        raise RuntimeError(
+            f"{name} calls its closure more than once in a step, but the closure is run only once, "
+            "before the step, so that the gradients of all ranks are averaged; use an optimizer "
+            "that evaluates the loss once."
+        )
+
+    return closure
+
+
+def _call(name: str, args: Any, kwargs: Any, optimizer: Optimizer) -> Any:
+    return getattr(type(optimizer), name)(optimizer, *args, **kwargs)
+
+
+def _has(optimizer: Optimizer, name: str) -> bool:
+    return callable(getattr(type(optimizer), name, None))
+
+
+def _between_hooks(optimizer: Optimizer, run: Callable[..., Any]) -> MethodType:
+    """A method that calls `run(optimizer, closure)` between the hooks of `optimizer.step`.
+
+    Raises:
+        ValueError: `step` of the object has been replaced, other than by a scheduler of torch.
+    """
+    former = vars(optimizer).get("step")
+    if former is not None and not hasattr(former, "_wrapped_by_lr_sched"):
+        name = type(optimizer).__name__
+        raise ValueError(
+            f"{name}.step has been replaced by {getattr(former, '__qualname__', former)} before "
+            "the engine was built, which would not call it any more; replace it afterwards."
+        )
+    hooked = functools.update_wrapper(Optimizer.profile_hook_step(run), type(optimizer).step)
+    marks = {key: value for key, value in vars(former or run).items() if key != "__wrapped__"}
+    vars(hooked).update(marks)
+    return MethodType(hooked, optimizer)
 
 
 def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:

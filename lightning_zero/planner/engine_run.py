@@ -3,7 +3,8 @@
 [Note: Planned engine] The engine of training runs on a copy of the module, with copies of the
 optimizers: one rank of a fake process group, with storages that are never written (shapes_only.py).
 Its schedule and its buffers are those of training; only collectives and files move nothing. The
-third step is measured, because the schedule has been recorded then.
+step that is measured has the schedule and the buffers of all later ones: optimizer states exist
+after one step; the schedule of stage 3 and the buffers of files need two micro-batches.
 
 [Note: A device on the CPU] All tensors are on the CPU. To count those of a device with memory of
 its own, storage and communicator behave as on such a device: offloaded shards are copied to mapped
@@ -35,7 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -59,7 +60,6 @@ from lightning_zero.planner.shapes_only import Results, ShapesOnly
 __all__ = ["EngineRuns", "RankOfGroup", "RepeatedBlocks", "find_repeated_blocks"]
 
 _CPU = torch.device("cpu")
-_NUM_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,13 @@ class EngineRuns:
         config = _equal_on_device(config, of).replace(activation_checkpointing=True)
         return self.count(config, of).peak
 
+    @cached_property
+    def _blocks(self) -> RepeatedBlocks | None:
+        return find_repeated_blocks(self.module)
+
     def _run_few(self, config: ZeroConfig, of: RankOfGroup) -> Counts | None:
         """Bytes from a run of a few blocks; None: they do not stand for all."""
-        blocks = find_repeated_blocks(self.module)
+        blocks = self._blocks
         if blocks is None:
             return None
         num_prefetched = 1
@@ -189,7 +193,7 @@ class EngineRuns:
         engine = kind(module.train(), members, config, device=_CPU)
         try:
             step = self._step or _use_units(engine)
-            for _ in range(_NUM_STEPS - 1):
+            for _ in range(self._num_steps_before(config)):
                 self._accumulate(engine, step, meter)
                 engine.step()
             gc.collect()  # cycles that hold tensors of the construction
@@ -211,6 +215,12 @@ class EngineRuns:
         grads = count.held[Tier.DEVICE][State.GRAD] - meter.rest.grads
         peak = meter.peak(few.num_missing * growth, grads)
         return count.counts(windows, peak), is_linear
+
+    def _num_steps_before(self, config: ZeroConfig) -> int:
+        """Number of steps before the one that is measured. See [Note: Planned engine]."""
+        has_files = any(o is not None and o.device in ("nvme", "auto") for o in config.offloads)
+        needs_two = config.states.shards_params or has_files
+        return 2 if needs_two and self.num_micro_batches == 1 else 1
 
     def _accumulate(
         self,
@@ -322,8 +332,8 @@ class _Meter:
     def look(self, live_bytes: int) -> None:
         """Takes the bytes of all storages at this moment."""
         self._live = live_bytes
-        if self._buckets:
-            most = self._most.get(self._part)
+        most = self._most.get(self._part)
+        if self._buckets and (most is None or live_bytes > most.total):
             total = live_bytes - sum(map(_freed_bytes, self._buckets))
             if most is None or total > most.total:
                 self._most[self._part] = self._measure(total)

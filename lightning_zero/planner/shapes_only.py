@@ -18,7 +18,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,9 +66,14 @@ class ShapesOnly(TorchDispatchMode):
         self._after_operator = after_operator
         self._known: set[int] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled, and the wrapper takes a fifth of the time
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._run(func, args, kwargs or {})
-        if _allocates(func):
+        operator = _operator(func)
+        result = self._run(func, operator, args, kwargs or {})
+        if operator.allocates:
             for tensor in _tensors_in((result,)):
                 self._count(tensor)
         self._after_operator(self.live_bytes)
@@ -88,26 +93,25 @@ class ShapesOnly(TorchDispatchMode):
 
     # ---------------------------------------------------------------- operators
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if func.is_view or name in _ALLOCATES_ONLY or name in _READS_VALUES:
+    def _run(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
+        if operator.is_always_run:
             return func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values())]
-        largest = max((tensor.numel() for tensor in tensors), default=0)
-        if func.namespace == "c10d":
+        if operator.is_collective:
             is_message = all(tensor.nbytes <= _MAX_MESSAGE_BYTES for tensor in tensors)
             is_message &= not any(tensor.is_floating_point() for tensor in tensors)
-            return func(*args, **kwargs) if is_message else skip_collective(name, args)
+            return func(*args, **kwargs) if is_message else skip_collective(operator.name, args)
+        largest = max([tensor.numel() for tensor in tensors], default=0)
         is_message = bool(tensors) and all(t.dtype is torch.uint8 for t in tensors)
         if is_message and largest <= _MAX_MESSAGE_BYTES:
             return func(*args, **kwargs)
-        written = _written(func, args, kwargs)
-        if written is not None:
+        if operator.written is not None:
             if largest <= _MAX_COMPUTED_NUMEL:
                 return func(*args, **kwargs)
-            return written[0] if len(written) == 1 else (written or None)
+            written = [args[i] if i < len(args) else kwargs.get(n) for i, n in operator.written]
+            return written[0] if len(written) == 1 else (tuple(written) or None)
         try:
-            like = self._result_on_meta(func, args, kwargs)
+            like = self._result_on_meta(func, operator, args, kwargs)
         except (RuntimeError, NotImplementedError):
             if largest > _MAX_COMPUTED_NUMEL:
                 raise
@@ -116,7 +120,7 @@ class ShapesOnly(TorchDispatchMode):
             largest = max(largest, tensor.numel())
         return func(*args, **kwargs) if largest <= _MAX_COMPUTED_NUMEL else _allocated(like)
 
-    def _result_on_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _result_on_meta(self, func: Any, operator: _Operator, args: Any, kwargs: Any) -> Any:
         key: Any = (func, _key_of(args), _key_of(kwargs))
         try:
             if key in self._results:
@@ -124,7 +128,7 @@ class ShapesOnly(TorchDispatchMode):
         except TypeError:  # an argument cannot be hashed
             key = None
         kwargs = {name: _on_meta(value) for name, value in kwargs.items() if name != "pin_memory"}
-        if "device" in kwargs or any(one.name == "device" for one in func._schema.arguments):
+        if "device" in kwargs or operator.has_device:
             kwargs["device"] = torch.device("meta")
         result = func(*_on_meta(args), **kwargs)
         if key is not None:
@@ -132,10 +136,45 @@ class ShapesOnly(TorchDispatchMode):
         return result
 
 
+class _Operator(NamedTuple):
+    """What is known of an operator without its arguments.
+
+    Attributes:
+        name: Name without its namespace.
+        is_always_run: Whether it writes no large tensor.
+        is_collective: Whether it is of `torch.distributed`.
+        written: Positions and names of the arguments that are also the results; None: the operator
+            has new results.
+        allocates: Whether a result is neither an argument nor a view of one.
+        has_device: Whether it has an argument `device`.
+    """
+
+    name: str
+    is_always_run: bool
+    is_collective: bool
+    written: tuple[tuple[int, str], ...] | None
+    allocates: bool
+    has_device: bool
+
+
 @cache
-def _allocates(func: Any) -> bool:
-    """Whether a result is neither an argument nor a view of one."""
-    return any(result.alias_info is None for result in func._schema.returns)
+def _operator(func: Any) -> _Operator:
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    allocates = any(result.alias_info is None for result in schema.returns)
+    written = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return _Operator(
+        name,
+        func.is_view or name in _ALLOCATES_ONLY or name in _READS_VALUES,
+        func.namespace == "c10d",
+        tuple(written[: len(schema.returns)]) if schema.is_mutable and not allocates else None,
+        allocates,
+        any(argument.name == "device" for argument in schema.arguments),
+    )
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -144,19 +183,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors_in(value)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Arguments that are also the results; None: the operator has new results."""
-    schema = func._schema
-    if not schema.is_mutable or any(result.alias_info is None for result in schema.returns):
-        return None
-    written = tuple(
-        args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
-    return written[: len(schema.returns)]
 
 
 def _key_of(value: Any) -> Any:

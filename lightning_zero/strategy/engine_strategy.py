@@ -102,7 +102,6 @@ class EngineStrategy(ProcessStrategy):
             )
         self._settings = settings
         self._unshard_after_fit = unshard_after_fit
-        self._grad_scaler_kwargs: dict[str, Any] = {}
         self._loops = LockstepLoops()
         # See [Note: A run].
         self._building: Building | None = None
@@ -167,9 +166,8 @@ class EngineStrategy(ProcessStrategy):
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin: ZeroPrecision | None = None
         if precision_plugin is not None:
-            self._precision_plugin = sharded_precision(
-                precision_plugin, partial(getattr, self, "engine"), self._grad_scaler_kwargs
-            )
+            engine = partial(getattr, self, "engine")
+            self._precision_plugin = sharded_precision(precision_plugin, engine)
 
     # ---------------------------------------------------------------- before the engine
 

@@ -6,7 +6,7 @@ the loss scaler of float16 skips a step on every rank if any rank has found an i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, cast
 
@@ -170,15 +170,12 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
             self.scaler.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
-def sharded_precision(
-    plugin: Precision, engine: EngineGetter, scaler_options: Mapping[str, Any]
-) -> ZeroPrecision:
+def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
     """Returns our plugin for the precision of `plugin`.
 
     Args:
         plugin: A plugin of Lightning, or one of ours.
         engine: Function that returns the engine, once it exists.
-        scaler_options: Options of `GradScaler` that replace the loss scaler. Empty: it is kept.
 
     Raises:
         TypeError: `plugin` has another class.
@@ -200,6 +197,4 @@ def sharded_precision(
             "'bf16-true' or '16-true', or one of Lightning's own plugins for these."
         )
     ours._engine = engine
-    if isinstance(ours, ZeroMixedPrecision) and ours.scaler and scaler_options:
-        ours.scaler = torch.amp.GradScaler(ours.device, **scaler_options)
     return ours

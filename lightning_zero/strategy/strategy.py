@@ -266,7 +266,6 @@ class ZeroStrategy(CheckpointStrategy):
         strategy = cls(**{**vars(config), **kwargs})
         strategy.translation = translation
         strategy.trainer_kwargs = dict(translation.trainer_kwargs)
-        strategy._grad_scaler_kwargs = dict(translation.grad_scaler_kwargs)
         return strategy
 
     @override

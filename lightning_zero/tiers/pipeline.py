@@ -6,16 +6,17 @@
     buffer 1   r1 .. *1 w1 r4 *4 w4
     buffer 2   r2 .. .. *2 w2 r5 *5 w5
 
-Jobs run on the caller's thread, in order. As soon as a job has run, its writes are queued and,
-behind them, the reads of the next job that uses its buffer: so the disk never waits for the caller.
-If bytes were read before an earlier job has queued a write to them, they are read again (see
-`Transfer.is_stale`).
+Jobs run on the caller's thread, in order, each in a context of its own. At the end of a context its
+writes are queued and, behind them, the reads of the next job that uses its buffer: so the disk
+never waits for the caller. If bytes were read before an earlier job has queued a write to them,
+they are read again (see `Transfer.is_stale`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.nvme import NvmeFile, Transfer
 
-__all__ = ["FileRange", "Task", "Pipeline"]
+__all__ = ["FileRange", "Job", "Pipeline"]
 
 
 @dataclass(frozen=True)
@@ -42,21 +43,8 @@ class FileRange:
         assert self.offset % PAGE_BYTES == self.nbytes % PAGE_BYTES == 0, self
 
 
-@dataclass(frozen=True, eq=False)
-class Task:
-    """Work on ranges that share one buffer.
-
-    `run` receives one uint8 view per range, in order. After it has returned nothing may use the
-    views, not even a copy on a CUDA stream.
-    """
-
-    ranges: Sequence[FileRange]
-    run: Callable[[list[Tensor]], object] = lambda views: None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffer that the task uses."""
-        return sum(part.nbytes for part in self.ranges)
+# Ranges that share one buffer.
+Job = Sequence[FileRange]
 
 
 class _Slot:
@@ -125,32 +113,48 @@ class Pipeline:
         self._slots = [_Slot(buffer) for buffer in buffers]
         self._free = deque(self._slots)  # by the time at which their writes were queued
         self._loaded: deque[_Slot] = deque()  # slots of the next jobs, in order
+        self._waiting: Iterator[Job] = iter(())  # jobs that have no slot yet
 
-    def prefetch(self, jobs: Sequence[Task]) -> None:
+    def prefetch(self, jobs: Sequence[Job]) -> None:
         """Begins to read the ranges of the first jobs, as far as buffers suffice.
 
-        The next `run` uses them if its first jobs have the same ranges; else they are dropped.
+        The next `begin` uses them if its first jobs have the same ranges; else they are dropped.
         """
         self._check(jobs)
         self._drop()
-        self._load(iter(jobs))
+        self._waiting = iter(jobs)
+        self._load()
+        self._waiting = iter(())
 
-    def run(self, jobs: Sequence[Task]) -> None:
-        """Runs all jobs in order; writes may still be in flight when it returns.
-
-        After an exception (of a job, or an OSError of a read or an earlier write) all prefetched
-        reads are dropped; `reset` waits for the writes.
-        """
+    def begin(self, jobs: Sequence[Job]) -> None:
+        """Begins to read the ranges of `jobs`, for which `buffer` is called in this order."""
         self._check(jobs)
         begun = [list(slot.ranges) for slot in self._loaded]
-        if begun != [list(job.ranges) for job in jobs[: len(begun)]]:
+        if begun != [list(job) for job in jobs[: len(begun)]]:
             self._drop()
-        waiting = iter(jobs[len(self._loaded) :])
+        self._waiting = iter(jobs[len(self._loaded) :])
         try:
-            self._load(waiting)
-            for job in jobs:
-                self._run_next(job)
-                self._load(waiting)
+            self._load()
+        except BaseException:
+            self._drop()
+            raise
+
+    @contextmanager
+    def buffer(self) -> Iterator[list[Tensor]]:
+        """Context of the next job: its ranges in a buffer, one uint8 view each.
+
+        After it, nothing may use the views, not even a copy on a CUDA stream; writes may be in
+        flight. After an exception (in the context, or an OSError of a read or an earlier write) all
+        reads are dropped; `reset` waits for the writes.
+        """
+        try:
+            slot = self._loaded[0]
+            self._finish_writes([slot])
+            slot.wait_for_reads()
+            yield slot.views
+            slot.begin_writes()
+            self._free.append(self._loaded.popleft())
+            self._load()
         except BaseException:
             self._drop()  # the job that failed may have changed its buffer
             raise
@@ -168,28 +172,21 @@ class Pipeline:
         for slot in self._slots:
             slot.finish_writes()
 
-    def _check(self, jobs: Sequence[Task]) -> None:
+    def _check(self, jobs: Sequence[Job]) -> None:
         size = self._slots[0].buffer.numel()
         for job in jobs:
-            if job.nbytes > size:
+            nbytes = sum(part.nbytes for part in job)
+            if nbytes > size:
                 raise ValueError(
                     f"expected jobs of at most {size} bytes, the size of a buffer, got one of "
-                    f"{job.nbytes}; use a larger buffer_size."
+                    f"{nbytes}; use a larger buffer_size."
                 )
 
-    def _load(self, waiting: Iterator[Task]) -> None:
+    def _load(self) -> None:
         """Begins the reads of jobs that get a buffer; its previous writes may be in flight."""
-        while self._free and (job := next(waiting, None)) is not None:
-            self._free[0].begin_reads(job.ranges)
+        while self._free and (job := next(self._waiting, None)) is not None:
+            self._free[0].begin_reads(job)
             self._loaded.append(self._free.popleft())
-
-    def _run_next(self, job: Task) -> None:
-        slot = self._loaded[0]
-        self._finish_writes([slot])
-        slot.wait_for_reads()
-        job.run(slot.views)
-        slot.begin_writes()
-        self._free.append(self._loaded.popleft())
 
     def _finish_writes(self, slots: Sequence[_Slot]) -> None:
         with self._recorder.span(Kind.WRITE, is_wait=True, on_host=True):
@@ -201,4 +198,5 @@ class Pipeline:
         for slot in self._slots:
             slot.drop_reads()
         self._loaded.clear()
+        self._waiting = iter(())
         self._free = deque(self._slots)

@@ -319,7 +319,7 @@ def _scalar(rank, world_size, stage, optimizer):
         engine.zero_grad()
         (own,) = engine.optimizers
         states.append(optimizer_state_dict(own, engine.buckets, is_recipient=True))
-        load_optimizer_state_dict(own, engine.buckets, states[-1])
+        load_optimizer_state_dict(own, states[-1])
     key = "sum" if optimizer is torch.optim.Adagrad else "exp_avg"
     assert states[-1]["state"][0][key].shape == ()
     assert states[-1]["state"][0]["step"].item() == 2
@@ -341,7 +341,7 @@ def _load_between(stage):
 
     def load():
         state = optimizer_state_dict(own, engine.buckets, is_recipient=True)
-        load_optimizer_state_dict(own, engine.buckets, state)
+        load_optimizer_state_dict(own, state)
 
     engine.backward(module(torch.ones(2, 4)).sum())
     engine.step()

@@ -51,7 +51,7 @@ def config_of(stage, offload, settings):
 class CountsOnly(ShapesOnly):
     """Runs every operator."""
 
-    def _run(self, func, args, kwargs):
+    def _run(self, func, operator, args, kwargs):
         return func(*args, **kwargs)
 
 

@@ -60,9 +60,6 @@ IMPORTED = {
         "_sync_ddp_if_available": "metrics with sync_dist=True",
     },
     "lightning.fabric.utilities.rank_zero": {"_get_rank": "loggers before there are ranks"},
-    "lightning.fabric.utilities.seed": dict.fromkeys(
-        ("_collect_rng_states", "_set_rng_states"), "the repeated step that finds a NaN"
-    ),
     "lightning.fabric.utilities.types": {
         "_PATH": "types of paths",
         "_Stateful": "objects in a checkpoint of Fabric",
@@ -105,7 +102,6 @@ ATTRIBUTES = {
         **dict.fromkeys(("_forward_hooks_always_called", "_state_dict_hooks"), HOOKS),
         "_load_state_dict_post_hooks": HOOKS,
         **dict.fromkeys(("_save_to_state_dict", "_load_from_state_dict"), STATE_DICT),
-        "_compiled_call_impl": "module.compile()",
     },
     "a tensor": {
         "_backward_hooks": HOOKS,
@@ -141,20 +137,17 @@ ATTRIBUTES = {
         "conv._ConvNd": "modules that keep float32",
         "MultiheadAttention._reset_parameters": "modules on the meta device",
     },
-    "a compiled function": {"_torchdynamo_orig_callable": "methods that are compiled"},
-    "a scheduler": {"_last_lr": "learning rates that ranks have in common"},
     "torch.ops.aten": {
         "_to_copy": "casts of checkpoint shards",
         "_amp_foreach_non_finite_check_and_unscale_": "GradScaler",
-        **dict.fromkeys(("_conj_physical", "_foreach_zero", "_foreach_zero_"), OPERATORS),
-        **dict.fromkeys(("_foreach_copy", "_foreach_copy_", "_foreach_norm"), OPERATORS),
-        **dict.fromkeys(("_foreach_max", "_local_scalar_dense"), OPERATORS),
+        **dict.fromkeys(("_foreach_copy_", "_foreach_norm", "_local_scalar_dense"), OPERATORS),
         **dict.fromkeys(("_reshape_alias", "_unsafe_view"), OPERATORS),
     },
-    "an operator": {"_schema": DISPATCH, "_overloadname": DISPATCH},
-    "an optimizer": dict.fromkeys(
-        ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS
-    ),
+    "an operator": {"_schema": DISPATCH},
+    "an optimizer": {
+        **dict.fromkeys(("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS),
+        **dict.fromkeys(("_opt_called", "step._wrapped_by_lr_sched"), "schedulers"),
+    },
     "torch.distributed": {
         "distributed_c10d._get_default_store": STORE,
         "distributed_c10d._world": GROUPS,
@@ -226,6 +219,14 @@ PARTS |= {"_optimizer_", "_overlapped_s", "_rank_", "_s", "_is_flat_buffer"}
 OWN = "_zero_"
 
 
+def _scheduled(module):
+    """An optimizer that a scheduler watches, after a step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer.step()
+    return optimizer
+
+
 def _owner(name):
     """An object that has the attributes of `ATTRIBUTES[name]`."""
     module = nn.Linear(1, 1)
@@ -240,11 +241,7 @@ def _owner(name):
         "torch.nn.modules": lambda: nn.modules,
         "torch.ops.aten": lambda: torch.ops.aten,
         "an operator": lambda: torch.ops.aten.add.Tensor,
-        "an optimizer": lambda: torch.optim.SGD(module.parameters(), lr=1.0),
-        "a scheduler": lambda: torch.optim.lr_scheduler.LambdaLR(
-            torch.optim.SGD(module.parameters(), lr=1.0), lambda step: 1.0
-        ),
-        "a compiled function": lambda: torch.compile(lambda x: x),
+        "an optimizer": lambda: _scheduled(module),
         "torch.distributed": lambda: SimpleNamespace(
             distributed_c10d=dist.distributed_c10d, ProcessGroup=dist.ProcessGroup
         ),

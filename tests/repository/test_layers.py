@@ -251,7 +251,6 @@ SETTABLE = {"data", "grad", "grad_dtype", "requires_grad", "__class__"}
 OF_OTHERS = """
 launch.children sys.excepthook
 optim.clone copy.state
-optim.state_view optimizer.state
 optim.step self.optimizer.state
 planner.engine_run part.forward
 strategy.checkpointing launcher.procs

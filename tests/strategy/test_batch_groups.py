@@ -6,10 +6,10 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero
@@ -22,21 +22,6 @@ WIDTH, LENGTH = 6, 4
 def samples():
     generator = torch.Generator().manual_seed(3)
     return TensorDataset(torch.randn(16, LENGTH, WIDTH, generator=generator))
-
-
-class SumOver(torch.autograd.Function):
-    """Sum over the ranks of a group, whose losses are summed, too."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        return SumOver.forward(ctx, grad, ctx.group), None
 
 
 class Context(nn.Module):
@@ -52,7 +37,7 @@ class Context(nn.Module):
         hidden = self.up(own).tanh()
         total = hidden.sum(dim=1, keepdim=True)
         if group is not None and group.size > 1:
-            total = SumOver.apply(total, group.process_group)
+            total = all_reduce(total, group=group.process_group)
         return self.down(hidden + total / x.shape[1]).square().sum() / x.numel()
 
 

@@ -423,7 +423,7 @@ class Sharded(Side):
             parameter.requires_grad_(is_trained)
         self.optimizer = OPTIMIZERS[self.program.optimizer](self.module.parameters())
         self._open()
-        load_optimizer_state_dict(self.optimizer, self.engine.buckets, states)
+        load_optimizer_state_dict(self.optimizer, states)
 
 
 def run_plain(program: Program, device: str = "cpu") -> list[tuple[str, float]]:

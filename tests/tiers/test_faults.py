@@ -14,7 +14,7 @@ import torch
 
 from lightning_zero.tiers.memory import aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore
-from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
+from lightning_zero.tiers.pipeline import FileRange, Pipeline
 from tests.support.disks import make_ext4
 from tests.tiers.conftest import PAGE
 
@@ -22,19 +22,19 @@ ROOT = Path(__file__).parents[2]
 MIB = 2**20
 
 
-def increments(file, num_jobs=8):
+def increment(pipeline, file, num_jobs=8):
     """Jobs that add 1 to a file, in equal ranges."""
     size = file.nbytes // num_jobs
-
-    def add(views):
-        views[0].add_(1)
-
-    return [Task([FileRange(file, n * size, size, True)], add) for n in range(num_jobs)]
+    jobs = [[FileRange(file, n * size, size, True)] for n in range(num_jobs)]
+    pipeline.begin(jobs)
+    for _ in jobs:
+        with pipeline.buffer() as views:
+            views[0].add_(1)
 
 
 def step(pipeline, file):
     """Runs a step and waits for its writes."""
-    pipeline.run(increments(file))
+    increment(pipeline, file)
     pipeline.drain()
 
 
@@ -134,7 +134,7 @@ def test_a_removed_file_is_used_as_long_as_it_is_open(store, filled):
     file.path.unlink()
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
     for _ in range(3):
-        pipeline.run(increments(file))
+        increment(pipeline, file)
     pipeline.drain()
     back = filled(8 * PAGE)
     file.read(0, back).wait()

@@ -2,8 +2,8 @@
 
 import random
 import signal
-import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -13,10 +13,23 @@ from hypothesis import strategies as st
 from lightning_zero.record.spans import Kind
 from lightning_zero.tiers.memory import aligned_empty, make_buffers
 from lightning_zero.tiers.nvme import NvmeStore
-from lightning_zero.tiers.pipeline import FileRange, Pipeline, Task
+from lightning_zero.tiers.pipeline import FileRange, Pipeline
 from tests.tiers.conftest import PAGE
 
 NUM_PAGES = 6  # pages of each of two files
+
+
+def run(pipeline, jobs, *functions):
+    """Runs jobs with a function of the views for each; one for all if there is one."""
+    pipeline.begin(jobs)
+    for number in range(len(jobs)):
+        with pipeline.buffer() as views:
+            functions[number % len(functions)](views)
+
+
+def do_nothing(views):
+    """Changes nothing."""
+
 
 PIECES = st.lists(
     st.tuples(
@@ -72,17 +85,18 @@ def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, step
     pipeline = Pipeline(make_buffers(num_buffers, 4 * PAGE, pin=False))
     memory, value = InMemory(), 0
     for drawn, num_prefetched, is_drained in steps:
-        jobs = []
+        jobs, functions = [], []
         for job in drawn:
             value += 1
 
-            def run(views, job=job, value=value):
+            def change(views, job=job, value=value):
                 for view, piece in zip(views, job, strict=True):
                     view.copy_(view * 3 + value if piece[4] else torch.full_like(view, value))
 
-            jobs.append(Task(pieces_of(job, files), run))
+            jobs.append(pieces_of(job, files))
+            functions.append(change)
         pipeline.prefetch(random.Random(value).choice([jobs, jobs[::-1]])[:num_prefetched])
-        pipeline.run(jobs)
+        run(pipeline, jobs, *functions)
         for number, job in enumerate(drawn, start=value - len(drawn) + 1):
             memory.run(job, number)
         if is_drained:
@@ -123,19 +137,16 @@ def test_adamw_steps_bit_equal_to_memory(store):
             beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    jobs = []
+    jobs = [
+        [FileRange(file, 4 * numel * chunk, 4 * numel, is_written=True) for file in files]
+        for chunk in range(num_chunks)
+    ]
     for step in range(num_steps):
         for chunk in range(num_chunks):
             step_chunk([state[chunk] for state in expected], gradients[step, chunk], step + 1)
-        jobs = [
-            Task(
-                [FileRange(file, 4 * numel * chunk, 4 * numel, is_written=True) for file in files],
-                lambda views, g=gradients[step, chunk], s=step + 1: step_chunk(views, g, s),
-            )
-            for chunk in range(num_chunks)
-        ]
         pipeline.prefetch(jobs)  # for this step, after the writes of the last one
-        pipeline.run(jobs)
+        steps = [partial(step_chunk, gradient=g, step=step + 1) for g in gradients[step]]
+        run(pipeline, jobs, *steps)
     pipeline.drain()
     for file, state in zip(files, expected, strict=True):
         assert torch.equal(content(file).view(torch.float32), state.view(-1))
@@ -143,30 +154,13 @@ def test_adamw_steps_bit_equal_to_memory(store):
     assert min(seconds_waited(store.recorder).values()) > 0
 
 
-def test_jobs_run_in_order_on_the_callers_thread(store):
-    file = store.create("state", 20 * PAGE)
-    ran = []
-    jobs = [
-        Task(
-            [FileRange(file, number * PAGE, PAGE, is_written=True)],
-            lambda _, number=number: ran.append((number, threading.current_thread())),
-        )
-        for number in range(20)
-    ]
-    Pipeline(make_buffers(3, PAGE, pin=False)).run(jobs)
-    assert ran == [(number, threading.current_thread()) for number in range(20)]
-
-
 def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
     file, num_jobs, slow_s = store.create("state", 8 * PAGE), 8, 0.05
-    jobs = [
-        Task([FileRange(file, number * PAGE, PAGE, is_written=True)], lambda _: time.sleep(slow_s))
-        for number in range(num_jobs)
-    ]
+    jobs = [[FileRange(file, number * PAGE, PAGE, is_written=True)] for number in range(num_jobs)]
     pipeline = Pipeline(make_buffers(3, PAGE, pin=False), store.recorder)
     store.recorder.begin(0)
     start = time.perf_counter()
-    pipeline.run(jobs)
+    run(pipeline, jobs, lambda _: time.sleep(slow_s))
     assert time.perf_counter() - start >= num_jobs * slow_s
     # Only the first read can cause a wait.
     assert sum(seconds_waited(store.recorder).values()) < 3 * slow_s
@@ -174,23 +168,23 @@ def test_the_disk_reads_ahead_and_writes_behind_while_jobs_run(store):
 
 def test_what_was_prefetched_is_not_read_again(store):
     file = store.create("state", 4 * PAGE)
-    jobs = [Task([FileRange(file, n * PAGE, PAGE, False)], lambda _: None) for n in range(4)]
+    jobs = [[FileRange(file, n * PAGE, PAGE, False)] for n in range(4)]
     pipeline = Pipeline(make_buffers(4, PAGE, pin=False))
     pipeline.prefetch(jobs)
-    pipeline.run(jobs)
+    run(pipeline, jobs, do_nothing)
     assert store.bytes_read == 4 * PAGE
     pipeline.prefetch(jobs)
-    pipeline.run(jobs[::-1])  # in another order: what was prefetched is dropped
+    run(pipeline, jobs[::-1], do_nothing)  # in another order: what was prefetched is dropped
     assert store.bytes_read >= 8 * PAGE
 
 
 def test_a_prefetch_is_read_again_after_a_write_outside_the_pipeline(store, filled):
     file, seen = store.create("state", PAGE), []
-    jobs = [Task([FileRange(file, 0, PAGE, False)], lambda views: seen.append(int(views[0][0])))]
+    jobs = [[FileRange(file, 0, PAGE, False)]]
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
     pipeline.prefetch(jobs)
     file.write(0, filled(PAGE, 5)).wait()
-    pipeline.run(jobs)
+    run(pipeline, jobs, lambda views: seen.append(int(views[0][0])))
     assert seen == [5]
 
 
@@ -198,7 +192,7 @@ def test_a_job_larger_than_a_buffer_is_refused_with_both_sizes(store):
     file = store.create("state", 4 * PAGE)
     pipeline = Pipeline(make_buffers(2, PAGE, pin=False))
     with pytest.raises(ValueError, match=r"at most 4096 bytes.*got one of 8192"):
-        pipeline.run([Task([FileRange(file, 0, 2 * PAGE, True)], lambda _: None)])
+        pipeline.begin([[FileRange(file, 0, 2 * PAGE, True)]])
 
 
 def test_after_an_exception_in_a_job_the_next_step_is_right(store):
@@ -212,14 +206,11 @@ def test_after_an_exception_in_a_job_the_next_step_is_right(store):
     def add(views):
         views[0].add_(1)
 
-    def jobs(third=add):
-        runs = [add, add, third, add, add, add]
-        return [Task([FileRange(file, n * PAGE, PAGE, True)], run) for n, run in enumerate(runs)]
-
+    jobs = [[FileRange(file, n * PAGE, PAGE, True)] for n in range(6)]
     with pytest.raises(KeyError):
-        pipeline.run(jobs(fail))
+        run(pipeline, jobs, add, add, fail, add, add, add)
     pipeline.reset()
-    pipeline.run(jobs())
+    run(pipeline, jobs, add)
     pipeline.drain()
     assert content(file).view(6, PAGE)[:, 0].tolist() == [2, 2, 1, 1, 1, 1]
 
@@ -244,12 +235,12 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(nu
             store = NvmeStore(tmp_path, rank=0, block_bytes=PAGE)
             file = store.create("state", 12 * PAGE)
             pipeline = Pipeline(make_buffers(3, 2 * PAGE, pin=False))
-            jobs = [Task([FileRange(file, 2 * n * PAGE, 2 * PAGE, True)], add) for n in range(6)]
+            jobs = [[FileRange(file, 2 * n * PAGE, 2 * PAGE, True)] for n in range(6)]
             with pytest.raises(InterruptedHere):  # noqa: PT012
                 signal.setitimer(signal.ITIMER_REAL, moments.uniform(0.0002, 0.006))
                 until = time.monotonic() + 5
                 while time.monotonic() < until:
-                    pipeline.run(jobs)
+                    run(pipeline, jobs, add)
                     pipeline.prefetch(jobs)
                 raise InterruptedHere  # it was raised in a callback of the garbage collector
             pipeline.reset()
@@ -263,15 +254,12 @@ def test_after_an_interrupt_at_any_moment_the_store_closes_and_leaves_nothing(nu
 def test_a_job_may_only_write_or_only_read(store, filled):
     file, seen = store.create("state", 2 * PAGE), []
     file.write(PAGE, filled(PAGE, 7)).wait()
-    job = Task(
-        [
-            FileRange(file, 0, PAGE, is_written=True, is_read=False),
-            FileRange(file, PAGE, PAGE, False),
-        ],
-        lambda views: (views[0].copy_(views[1]), seen.append(len(views))),
-    )
+    job = [
+        FileRange(file, 0, PAGE, is_written=True, is_read=False),
+        FileRange(file, PAGE, PAGE, False),
+    ]
     pipeline = Pipeline(make_buffers(1, 2 * PAGE, pin=False))
-    pipeline.run([job])
+    run(pipeline, [job], lambda views: (views[0].copy_(views[1]), seen.append(len(views))))
     pipeline.drain()
     assert (store.bytes_read, store.bytes_written) == (PAGE, 2 * PAGE)
     assert (content(file) == 7).all()
@@ -279,11 +267,11 @@ def test_a_job_may_only_write_or_only_read(store, filled):
 
 def test_a_pipeline_records_how_long_it_waits_for_the_disk(store):
     file = store.create("state", 64 * 2**20)
-    jobs = [Task([FileRange(file, n * 2**23, 2**23, True)], lambda _: None) for n in range(8)]
+    jobs = [[FileRange(file, n * 2**23, 2**23, True)] for n in range(8)]
     pipeline = Pipeline(make_buffers(2, 2**23, pin=False), store.recorder)
     store.recorder.begin(0)
     start = time.perf_counter()
-    pipeline.run(jobs)
+    run(pipeline, jobs, do_nothing)
     pipeline.drain()
     spent = time.perf_counter() - start
     waited = sum(seconds_waited(store.recorder).values())

@@ -80,8 +80,7 @@ def trace(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     reason = dependence.find_crossing(start)
     if reason is not None:
         raise refusal(optimizer, reason + _advice(optimizer, run, start))
-    if not undivided.is_around_closure:
-        _check_closure(optimizer, device, replace(undivided, has_closure=True))
+    _check_closure(optimizer, device, replace(undivided, has_closure=True))
     counts = _changes(traced.numbers[1:]) or any(
         not isinstance(key, Tensor) for key in traced.clone.state
     )
@@ -117,24 +116,13 @@ def _trace(optimizer: Optimizer, device: torch.device) -> tuple[Division, Tensor
     has_states = _needs_states(optimizer, device)
     undivided = Division(has_states=has_states)
     start = ProbeRun(optimizer, device, Division(num_steps=0)).values()
-    needs_closure: TypeError | None = None
     for num_steps in _NUM_STEPS:
         undivided = replace(undivided, num_steps=num_steps)
         flow = Flow()
-        try:
-            traced = ProbeRun(optimizer, device, undivided, flow=flow)
-        except TypeError as error:  # the step may call the closure itself
-            undivided = replace(undivided, is_around_closure=True)
-            try:
-                traced = ProbeRun(optimizer, device, undivided, flow=(flow := Flow()))
-            except Exception:
-                raise error from None
-            needs_closure = error
+        traced = ProbeRun(optimizer, device, undivided, flow=flow)
         is_moved = not torch.equal(start, traced.values())
         if is_moved or any(flow.is_written(tensor) for tensor in traced.tensors.values()):
             return undivided, start, flow, traced
-    if needs_closure is not None:
-        raise needs_closure
     raise refusal(
         optimizer,
         f"a copy of it does not move the parameters in its groups in {num_steps} steps",
@@ -360,8 +348,6 @@ class _DividedRuns:
             is_sliced: Whether slices are stepped, or full tensors.
             counts: Whether the optimizer counts its calls.
         """
-        if self._undivided.is_around_closure:
-            return StepKind.AROUND_CLOSURE
         together = self._run(Division(is_sliced=is_sliced))
         in_turn = self._run(Division(is_sliced=is_sliced, is_in_turn=True))
         if counts or together is None or in_turn is None or not torch.equal(together, in_turn):
@@ -374,7 +360,6 @@ class _DividedRuns:
             division,
             num_steps=same.num_steps,
             has_states=same.has_states,
-            is_around_closure=same.is_around_closure,
         )
         if division not in self._results:
             try:

@@ -62,8 +62,6 @@ class Division:
         is_in_turn: Step each piece in its own call.
         num_steps: Number of steps; some optimizers do not change parameters in the first ones.
         has_closure: Pass a closure to the step. Its loss is the owner `LOSS` in a flow.
-        is_around_closure: Pass a closure that sets gradients which depend on the current values;
-            before the call they are NaN.
         has_states: Start with states, if the parameters have some.
     """
 
@@ -72,7 +70,6 @@ class Division:
     is_in_turn: bool = False
     num_steps: int = _NUM_STEPS
     has_closure: bool = False
-    is_around_closure: bool = False
     has_states: bool = False
 
 
@@ -200,9 +197,7 @@ class ProbeRun:
                     self.tensors[number, piece].grad = values
                     self._mark(values, number)
         arguments: dict[str, Any] = {}
-        if self._division.is_around_closure:
-            arguments["closure"] = self._closure_with_grads()
-        elif self._division.has_closure:
+        if self._division.has_closure:
             arguments["closure"] = self._new_closure()
         if self._division.is_in_turn:
             self._step_in_turn()
@@ -226,21 +221,6 @@ class ProbeRun:
             if self._flow is not None:
                 self._flow.mark(loss, LOSS)
             return loss
-
-        return closure
-
-    def _closure_with_grads(self) -> Callable[[], Tensor]:
-        """Returns a closure that sets the gradients, which are NaN until then."""
-        grads = {place: tensor.grad for place, tensor in self.tensors.items()}
-        for tensor in self.tensors.values():
-            tensor.grad = torch.full_like(tensor, math.nan)
-
-        def closure() -> Tensor:
-            for place, tensor in self.tensors.items():
-                grad = grads[place]
-                assert grad is not None
-                tensor.grad = grad + 0.5 * tensor.detach()
-            return torch.ones((), device=self._device)
 
         return closure
 
