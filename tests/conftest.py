@@ -1,4 +1,7 @@
-"""What holds for every test."""
+"""What holds for every test.
+
+Nothing here imports torch or Lightning: the process that only distributes tests needs neither.
+"""
 
 import gc
 import os
@@ -8,9 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from lightning_zero.launch.children import Children
 from tests.support import features
 from tests.support.cells import mark_slow_cases
 from tests.support.features import pytest_sessionfinish
@@ -87,10 +88,12 @@ def nothing_of_a_launch_is_left() -> Iterator[None]:
     """
     before, hook = dict(os.environ), sys.excepthook
     yield
-    while (children := Children.current()) is not None:
-        children.end()
-        children.before.restore()
-    if dist.is_available() and dist.is_initialized():
+    if (launch := sys.modules.get("lightning_zero.launch.children")) is not None:
+        while (children := launch.Children.current()) is not None:
+            children.end()
+            children.before.restore()
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     sys.excepthook = hook  # every process group wraps it
     os.environ.clear()
