@@ -103,7 +103,7 @@ def _refuse(rank, world_size):
         write()
         with pytest.raises(RuntimeError, match=r"entry of state_dict\(\) was changed.*gathered\("):
             net(torch.ones(4, 9))
-    kept["target.0.bias"].zero_()
+    net.state_dict()["target.0.bias"].zero_()
     with pytest.raises(RuntimeError, match=r"entry of state_dict\(\) was changed.*gathered\("):
         save_checkpoint(engine, "changed.ckpt")
     kept["target.0.weight"].zero_()
