@@ -428,7 +428,7 @@ class CheckpointStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
-        of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
+        of_runs = ("_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
         renewed = {
             "_masters_to_load": {},
             "_loops": LockstepLoops(),

@@ -24,7 +24,7 @@ LIMITS = {
     "methods of a class": 42,
     "functions that reset or recover": 26,
     "subclasses of Tensor": 4,
-    "function and dispatch modes": 6,
+    "function and dispatch modes": 5,
     "private names of torch and Lightning": 129,
     "lines with the name `one`": 213,
     "lines of a module": 616,
