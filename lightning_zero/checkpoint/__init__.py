@@ -18,6 +18,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
     atomic            replaces files and directories atomically
+    checksums         SHA256SUMS of a directory
     remote            files at addresses such as s3://bucket/run/last.ckpt
     export            converts one format into another, for the command line
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, explain_os_errors
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.checksums import write_checksums
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import (
     INDEX,
@@ -271,7 +272,7 @@ def _write_weights(
                 write_index(folder / INDEX, files, tied)  # last: it makes the directory complete
                 names.append(INDEX)
             if staged is not None:
-                atomic.write_checksums(staged.folder, names)
+                write_checksums(staged.folder, names)
                 staged.publish()
     except BaseException:
         if staged is not None:
