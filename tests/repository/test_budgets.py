@@ -25,7 +25,7 @@ LIMITS = {
     "functions that reset or recover": 25,
     "subclasses of Tensor": 4,
     "function and dispatch modes": 5,
-    "private names of torch and Lightning": 129,
+    "private names of torch and Lightning": 127,
     "lines with the name `one`": 211,
     "lines of a module": 616,
     "lines of a function": 65,

@@ -119,10 +119,6 @@ ATTRIBUTES = {
         "_cdata": "tensors that share memory",
         "_checkpoint_offset": "the place of a tensor in a file of torch.save",
     },
-    "a typed storage": {
-        "_untyped_storage": "files of torch.save",
-        "_pickle_storage_type": "files of torch.save",
-    },
     "torch._C": {
         "_functorch": "torch.func transforms, which are refused",
         "_storage_Use_Count": "whether a user holds memory",
@@ -233,7 +229,6 @@ def _owner(name):
         "a module": lambda: module,
         "a tensor": lambda: module.weight,
         "a storage": lambda: module.weight.untyped_storage(),
-        "a typed storage": lambda: module.weight.storage(),
         "torch._C": lambda: torch._C,
         "torch": lambda: torch,
         "torch.autograd": lambda: torch.autograd,
