@@ -211,6 +211,7 @@ OPTIONAL = {
 }
 # Of Python, of fsspec, and of named tuples.
 PYTHON = {"_current_frames", "_getframe", "_replace", "_make", "_fields", "_parent", "_exit"}
+PYTHON |= {"_Unpickler"}
 # Attributes that some models of transformers have, and a key of Hydra.
 OF_MODELS = {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_get_dtype_plan"}
 OF_MODELS |= {"_init_weights"}
