@@ -13,7 +13,7 @@ Packages, each of which imports only from those above it; the docstring of each 
     comm          collectives, and small messages between the ranks' CPUs
     tiers         shards on the device, in CPU memory and in files
     core          the run time of a step: coordinator, units, buckets
-    construction  parameters that are sharded as they are built
+    construction  memory and values for modules on the meta device
     optim         optimizers that step shards
     engine        all of it in one object, without Lightning
     deepspeed     settings and checkpoints of DeepSpeed

@@ -6,7 +6,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     checkpoint_shard  hooks through which DCP saves flat shards of n-D tensors
     dcp_writer        writes DCP directories atomically
     dcp_reader        opens DCP directories and reads any part of them
-    dcp_metadata      parses their file `.metadata` without unpickling it
+    dcp_metadata      reads their file `.metadata`, and runs nothing in it
     dcp_chunks        checks that every element is stored exactly once
     rank_states       random generators and data loaders of each rank
     save_record       identifies the save that each file belongs to
@@ -18,6 +18,7 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
     atomic            replaces files and directories atomically
+    checksums         SHA256SUMS of a directory
     remote            files at addresses such as s3://bucket/run/last.ckpt
     export            converts one format into another, for the command line
 

@@ -1,26 +1,17 @@
 """Atomic replacement of files and directories: a reader finds the old or the new one, complete.
 
 [Note: Atomic replacement] A checkpoint is written under a temporary name in the folder of its
-target, `.NAME.incomplete-ID`. Its files and its folder are synced. Then it takes the name `NAME` in
-one step: a file by a rename, a directory by exchanging the two names (`renameat2`). A reader
-therefore finds a complete checkpoint at every moment. Where the system cannot exchange names, the
-old checkpoint is first renamed to `.NAME.replaced-ID`; if the process stops between the two
-renames, `recover` renames it back. The folder is synced before a replaced checkpoint is deleted.
-`NAME` is always the old or the new checkpoint, never a part of one and never a mix of both.
+target, `.NAME.zero-incomplete`. Its files and its folder are synced, then it is renamed to `NAME`.
+A file replaces a file in this one step. Otherwise the old checkpoint is first renamed to
+`.NAME.zero-replaced`. If the process stops between the two renames, `recover` renames it back. The
+folder is synced before the old one is deleted. `NAME` is never a part of a checkpoint, or a mix.
 
-[Note: Two writers] A writer locks what it writes with `flock` until it has replaced the target: the
-file itself, or `SHA256SUMS` in a directory, which is created first and filled last. The kernel
-releases the lock when the process ends, for whatever reason. A save, and each start on a folder
-(`delete_leftovers`), deletes the leftovers of other processes whose lock is free. A leftover is
-renamed before it is deleted, so that no process takes it for a checkpoint meanwhile. Another
-process may find a new file unlocked before its writer has locked it; the writer therefore checks
-after locking that the file still exists, and creates another one if it does not. IDs contain the
-host, the boot, the process and a random number. On some network file systems a lock is visible on
-one machine only, see `_has_shared_locks`: leftovers of other machines there, and leftovers without
-a lock, are deleted if they have not been written to for a day. A replaced checkpoint may be the
-only copy; it is deleted only when its target exists.
-
-`SHA256SUMS` lists files of its directory in the format that `sha256sum -c SHA256SUMS` reads.
+[Note: One writer] A writer locks `.NAME.zero-lock` with `flock`; the file names its host, boot and
+process. The kernel releases the lock when the process ends, for whatever reason. A second writer
+gets an error that names the first one. Each save, and each start on a folder (`delete_leftovers`),
+deletes what writers have left there whose lock is free. On some network file systems a lock is
+visible on one machine only, so leftovers of other machines stay for a day, except those of the
+saver's own target.
 
 For remote storage see [Note: Atomic replacement on remote storage].
 """
@@ -34,19 +25,16 @@ import fcntl
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from lightning_zero.checkpoint.remote import RemotePath, is_remote
-from lightning_zero.layout.foreign_names import check_inside, printable
-from lightning_zero.tiers.disk import machine, mount_of
+from lightning_zero.tiers.disk import machine
 
 __all__ = [
-    "CHECKSUMS",
     "DISK_FULL_ERRNOS",
     "CheckpointPath",
     "StagedDirectory",
@@ -56,7 +44,6 @@ __all__ = [
     "explain_os_errors",
     "file_identity",
     "file_sizes",
-    "find_damage",
     "full_disk_error",
     "local_path",
     "locate",
@@ -64,35 +51,22 @@ __all__ = [
     "name_path_in_errors",
     "read_consistently",
     "recover",
-    "recover_all",
     "remove",
-    "replace_atomically",
     "replaced_while_read_error",
     "temporary_path",
-    "write_checksums",
 ]
 
-CHECKSUMS = "SHA256SUMS"
 _LOCAL = re.compile(r"(?:file|local):(?://)?")
-_MAX_NAME_BYTES = 200  # file systems allow 255; kind and ID take 55
-_HOST_CHARACTERS = 16
-_WORD = "[A-Za-z0-9_-]"
-# The first form is that of earlier versions.
-_ID = rf"(?:[0-9a-f]{{8}}|(?P<host>{_WORD}+)\.(?P<boot>{_WORD}+)\.[0-9]+\.[0-9a-f]{{8}})"
-_LEFTOVER = re.compile(rf"\.(?P<name>.+)\.(?P<kind>incomplete|replaced|removed)-{_ID}", re.DOTALL)
+_MAX_NAME_BYTES = 200  # file systems allow 255
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.zero-(?:incomplete|replaced|removed|lock)", re.DOTALL)
 _ABANDONED_S = 24 * 3600.0
 _NUM_TRIES = 100
-_BLOCK_BYTES = 1 << 20  # read or written at once; small, so that verifying takes little memory
+_PAUSE_S = 0.02
+_BLOCK_BYTES = 1 << 20
 _GIB = 1024**3
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED_ERRNOS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _TARGET_EXISTS_ERRNOS = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
-# A free lock is free on every machine: the disk belongs to one machine, or a server keeps locks.
-_LOCAL_FILE_SYSTEMS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
-_SHARED_LOCK_FILE_SYSTEMS = {"ceph", "gpfs", "nfs", "nfs4", "ocfs2", "gfs2"}
-_LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 _T = TypeVar("_T")
 
@@ -122,135 +96,172 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     return Path(text).expanduser().absolute()
 
 
-# --------------------------------------------------------------------------------- temporary names
+def file_sizes(folder: CheckpointPath) -> dict[str, int]:
+    """Bytes of every file below a folder, by relative name, sorted."""
+    if isinstance(folder, RemotePath):
+        return dict(sorted(folder.files().items()))
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
+
+
+# --------------------------------------------------------------------------------------- one writer
 
 
 def temporary_path(target: Path, kind: str) -> Path:
-    """A unique name in the folder of `target`; see [Note: Two writers]."""
-    host, boot = machine()
-    unique = f"{host[:_HOST_CHARACTERS]}.{boot}.{os.getpid()}.{secrets.token_hex(4)}"
-    return target.parent / f".{_shortened(target)}.{kind}-{unique}"
+    """The name of `kind` beside `target`: "incomplete", "replaced", "removed" or "lock"."""
+    name = os.fsencode(target.name)
+    if len(name) > _MAX_NAME_BYTES:
+        digest = hashlib.sha256(name).hexdigest()[:16]
+        name = name[: _MAX_NAME_BYTES - 16] + digest.encode()
+    return target.parent / f".{os.fsdecode(name)}.zero-{kind}"
 
 
-def _shortened(target: Path) -> str:
-    return os.fsdecode(os.fsencode(target.name)[:_MAX_NAME_BYTES])
+def _lock(target: Path, *, num_tries: int = _NUM_TRIES) -> tuple[int, bool]:
+    """Locks `target`; tries again while another process holds it. See [Note: One writer].
+
+    Returns:
+        File descriptor of the lock, and whether no process of another machine can hold it.
+
+    Raises:
+        OSError: Another process holds it (EBUSY).
+    """
+    path = temporary_path(target, "lock")
+    for _ in range(num_tries):
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        holder = os.pread(lock, 200, 0).decode(errors="replace").split()
+        has_locks = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # a save, or a process that is deleting leftovers
+            os.close(lock)
+            time.sleep(_PAUSE_S)
+            continue
+        except OSError:
+            has_locks = False
+        if file_identity(path) == _identity(os.fstat(lock)):
+            is_from_here = not holder or bool(set(holder[:2]) & set(machine()))
+            return lock, has_locks and is_from_here
+        os.close(lock)  # its holder has deleted it meanwhile
+    host, _, process = holder if len(holder) == 3 else ("this machine", "", "(unknown)")
+    why = f"process {process} on {host} is saving to this path; use another one, or try again later"
+    raise OSError(errno.EBUSY, why, str(target))
 
 
-def _find_replaced(target: Path) -> list[Path]:
-    """Predecessors of `target` that were renamed and not yet deleted."""
-    wanted = "replaced", _shortened(target)
-    matches = _leftovers(target.parent)
-    return [target.parent / m.string for m in matches if (m["kind"], m["name"]) == wanted]
+def _unlock(lock: int, path: Path | None = None) -> None:
+    """Releases a lock, after deleting its file if `path` is given."""
+    with contextlib.suppress(OSError):
+        if path is not None:
+            path.unlink()
+        fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes hold it, too
+    os.close(lock)
+
+
+@contextlib.contextmanager
+def _writing(target: Path) -> Iterator[Path]:
+    """Locks `target`, and yields its temporary name, at which nothing is left in the end."""
+    delete_leftovers(target.parent)
+    lock, _ = _lock(target)
+    temporary = temporary_path(target, "incomplete")
+    try:
+        with contextlib.suppress(OSError):  # the disk is full
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, " ".join((*machine(), str(os.getpid()))).encode(), 0)
+        _settle(target)
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            _delete(temporary)
+        _unlock(lock, temporary_path(target, "lock"))
+
+
+def _settle(target: Path) -> None:
+    """Restores what a dead writer has replaced, or deletes it. The caller holds the lock."""
+    _restore(target)
+    paths = [temporary_path(target, kind) for kind in ("incomplete", "replaced", "removed")]
+    if any(map(os.path.lexists, paths)):
+        _sync_folder(target.parent)  # its successor must be on the disk before one is deleted
+        _drop(paths[1], target)
+        _delete(paths[0])
+
+
+def _restore(target: Path) -> None:
+    """Renames the replaced checkpoint back if nothing has taken its name."""
+    replaced = temporary_path(target, "replaced")
+    if os.path.lexists(replaced) and not os.path.lexists(target):
+        os.rename(replaced, target)
+
+
+def _drop(path: Path, target: Path) -> None:
+    """Deletes `path` under a name that no process takes for a checkpoint."""
+    removed = temporary_path(target, "removed")
+    _delete(removed)
+    if os.path.lexists(path):
+        os.rename(path, removed)
+        _sync_folder(target.parent)  # or a power failure may leave a part of it under its name
+        _delete(removed)
 
 
 def _delete(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------- leftovers
 
 
 def delete_leftovers(folder: Path) -> None:
-    """Restores replaced checkpoints in `folder` and deletes the leftovers of dead jobs.
+    """Restores replaced checkpoints in `folder` and deletes the leftovers of dead writers.
 
-    See [Note: Two writers]. Entries that cannot be read, renamed or deleted stay.
+    See [Note: One writer]. Entries that cannot be read, renamed or deleted stay.
     """
-    found = _leftovers(folder)
-    if not found:
+    for target in _targets_with_leftovers(folder):
+        path = temporary_path(target, "lock")
+        with contextlib.suppress(OSError):
+            lock, is_abandoned = _lock(target, num_tries=1)
+            try:
+                is_abandoned = is_abandoned or _are_leftovers_old(target)
+                if is_abandoned:
+                    _settle(target)
+            finally:
+                _unlock(lock, path if is_abandoned else None)
+
+
+def recover(target: CheckpointPath) -> None:
+    """Restores `target` if a process stopped between the two renames of [Note: Atomic replacement].
+
+    Waits if a process is between the two.
+    """
+    if isinstance(target, RemotePath) or os.path.lexists(target):
         return
-    with contextlib.suppress(OSError):
-        recover_all(folder)
-        has_shared_locks = _has_shared_locks(folder)
-        for match in found:
-            path = folder / match.string
-            if match["kind"] == "incomplete":
-                is_trusted = has_shared_locks or _is_from_this_machine(match)
-                _delete_abandoned(path, is_trusted=is_trusted)
-            elif match["kind"] == "removed" or os.path.lexists(folder / match["name"]):
-                with contextlib.suppress(OSError):  # another process may be deleting it
-                    _rename_and_delete(path)
-
-
-def recover_all(folder: Path) -> None:
-    """Restores replaced checkpoints in `folder` whose name is free.
-
-    Entries that cannot be read or renamed stay.
-    """
-    for match in _leftovers(folder):
-        if match["kind"] == "replaced" and _is_full_name(match):
-            with contextlib.suppress(OSError):
-                recover(folder / match["name"])
-
-
-def _leftovers(folder: Path) -> list[re.Match[str]]:
-    with contextlib.suppress(OSError):
-        matches = map(_LEFTOVER.fullmatch, sorted(os.listdir(folder)))
-        return [match for match in matches if match]
-    return []
-
-
-def _is_full_name(match: re.Match[str]) -> bool:
-    return len(os.fsencode(match["name"])) < _MAX_NAME_BYTES
-
-
-def _delete_abandoned(path: Path, *, is_trusted: bool) -> None:
-    with contextlib.suppress(OSError):
-        is_directory = path.is_dir() and not path.is_symlink()
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        lock = None
-        with contextlib.suppress(OSError):  # no lock file yet, or one of another user
-            lock = os.open(path / CHECKSUMS if is_directory else path, flags)
+    if os.path.lexists(temporary_path(target, "replaced")):
         try:
-            is_free = None if lock is None else _try_lock(lock)
-            if (is_free and is_trusted) or (is_free is not False and _is_old(path)):
-                _rename_and_delete(path)
+            lock, is_abandoned = _lock(target)
+        except OSError:
+            if os.path.lexists(target):
+                return
+            raise
+        try:
+            _restore(target)
         finally:
-            if lock is not None:
-                os.close(lock)
+            _unlock(lock, temporary_path(target, "lock") if is_abandoned else None)
 
 
-def _try_lock(descriptor: int) -> bool | None:
-    """Whether this process has acquired the lock; None if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
+def _targets_with_leftovers(folder: Path) -> list[Path]:
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = sorted(os.listdir(folder))
+    found = dict.fromkeys(match["name"] for match in map(_TEMPORARY.fullmatch, names) if match)
+    # The name of the target of a longer one is not known.
+    return [folder / name for name in found if len(os.fsencode(name)) < _MAX_NAME_BYTES]
 
 
-def _is_old(path: Path) -> bool:
-    files = path.iterdir() if path.is_dir() else ()
-    written: float = max(file.lstat().st_mtime for file in (path, *files))
-    return time.time() - written > _ABANDONED_S
-
-
-def _is_from_this_machine(match: re.Match[str]) -> bool:
-    host, boot = machine()
-    return bool(match["host"] == host[:_HOST_CHARACTERS] or match["boot"] == boot)
-
-
-def _has_shared_locks(folder: Path) -> bool:
-    """Whether locks of all machines are visible here, according to the mount's options."""
-    kind, options = mount_of(folder)
-    if kind == "lustre":
-        return "flock" in options
-    is_local = bool({"nolock", "local_lock=all", "local_lock=flock"} & options)
-    return kind in _LOCAL_FILE_SYSTEMS or (kind in _SHARED_LOCK_FILE_SYSTEMS and not is_local)
-
-
-def _rename_and_delete(path: Path) -> None:
-    """Renames `path` and deletes it, so that no process uses it while it is being deleted."""
-    match = _LEFTOVER.fullmatch(path.name)
-    assert match is not None
-    _sync_folder(path.parent)  # its successor must be on the disk first
-    removed = temporary_path(path.with_name(match["name"]), "removed")
-    os.rename(path, removed)
-    _delete(removed)
+def _are_leftovers_old(target: Path) -> bool:
+    paths = [temporary_path(target, k) for k in ("incomplete", "replaced", "removed", "lock")]
+    paths = [path for path in paths if os.path.lexists(path)]
+    paths += [file for path in paths if path.is_dir() for file in path.iterdir()]
+    return time.time() - max(path.lstat().st_mtime for path in paths) > _ABANDONED_S
 
 
 # -------------------------------------------------------------------------------------- replacement
@@ -264,57 +275,57 @@ class StagedDirectory:
     """
 
     folder: Path
-    _target: Path
-    _lock: int | None  # file descriptor of its `SHA256SUMS`; None after `publish` or `discard`
 
     def __init__(self, target: Path) -> None:
-        """Creates the directory and `target`'s folder; deletes leftovers of dead jobs there."""
+        """Locks the target and creates the directory, in the target's folder."""
         make_folder(target.parent)
-        recover(target)
-        delete_leftovers(target.parent)
         self._target = target
-        for _ in range(_NUM_TRIES):
-            self.folder = temporary_path(target, "incomplete")
+        with contextlib.ExitStack() as stack:
+            self.folder = stack.enter_context(_writing(target))
             self.folder.mkdir()
-            with contextlib.suppress(FileNotFoundError):  # another process deleted it: try again
-                path = self.folder / CHECKSUMS
-                lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-                if _lock_new_file(lock, path):
-                    self._lock = lock
-                    return
-                os.close(lock)
-        raise _contention_error(target)
+            self._until_end = stack.pop_all()
 
     def publish(self) -> None:
         """Replaces the target with the directory, and deletes the old target."""
-        superseded = _rename_over(self.folder, self._target)
-        self._release()
-        _delete_superseded(superseded, self._target.parent)
+        _sync_folder(self.folder)
+        _replace(self._target)
+        self.discard()
 
     def discard(self) -> None:
         """Deletes the directory unless it was published; files that cannot be deleted stay."""
-        if self._lock is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._release()
-
-    def _release(self) -> None:
-        assert self._lock is not None
-        with contextlib.suppress(OSError):  # the file system has no locks
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # forked processes hold it, too
-        os.close(self._lock)
-        self._lock = None
+        self._until_end.close()
 
 
-def _lock_new_file(lock: int, path: Path) -> bool:
-    """Locks a new file; False if another process found it unlocked and deletes it."""
-    if _try_lock(lock) is False:
-        return False
-    return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
+def _replace(target: Path) -> None:
+    """Renames the incomplete checkpoint to `target`, and deletes the old one.
+
+    A symbolic link at `target` is replaced, not followed. See [Note: Atomic replacement].
+    """
+    replaced = temporary_path(target, "replaced")
+    while True:
+        try:
+            os.replace(temporary_path(target, "incomplete"), target)
+            break
+        except OSError as error:
+            if error.errno not in _TARGET_EXISTS_ERRNOS:
+                _restore(target)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, replaced)  # again if a reader on another machine has restored it
+    _sync_folder(target.parent)
+    with contextlib.suppress(OSError):  # the next save deletes it
+        _drop(replaced, target)
 
 
-def _contention_error(target: Path) -> OSError:
-    why = f"other processes deleted the temporary file {_NUM_TRIES} times"
-    return OSError(errno.EBUSY, why, str(target))
+def remove(target: CheckpointPath) -> None:
+    """Deletes a file, a link or a directory; a directory is renamed first."""
+    if isinstance(target, RemotePath):
+        target.remove()
+    elif target.is_dir() and not target.is_symlink():
+        with _writing(target):
+            _drop(target, target)
+    else:
+        target.unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
@@ -323,130 +334,6 @@ def make_folder(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for path in reversed(missing):
         _sync_folder(path.parent)
-
-
-def replace_atomically(temporary: Path, target: Path) -> None:
-    """Renames `temporary`, a file or a directory, to `target`, and deletes the old `target`.
-
-    A symbolic link at `target` is replaced, not followed. See [Note: Atomic replacement].
-    """
-    _delete_superseded(_rename_over(temporary, target), target.parent)
-
-
-def _delete_superseded(paths: list[Path], folder: Path) -> None:
-    _sync_folder(folder)  # even if there are no paths; an error is raised
-    for path in paths:
-        with contextlib.suppress(OSError):  # the next save deletes it
-            _rename_and_delete(path)
-
-
-def _rename_over(temporary: Path, target: Path) -> list[Path]:
-    """Renames `temporary` to `target`; returns the new names of the targets it has replaced."""
-    superseded: list[Path] = []
-    while True:
-        try:
-            os.replace(temporary, target)
-            return superseded
-        except OSError as error:
-            if error.errno not in _TARGET_EXISTS_ERRNOS:
-                recover(target)
-                raise
-        # `delete_leftovers` finds an exchanged directory only under a name of this module.
-        if _LEFTOVER.fullmatch(temporary.name) and _exchange(temporary, target):
-            return [*superseded, temporary]
-        replaced = temporary_path(target, "replaced")
-        with contextlib.suppress(FileNotFoundError):  # another job has just renamed it
-            os.rename(target, replaced)  # again if a reader has restored it
-            superseded.append(replaced)
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchanges two names in one step; False if that fails for any reason."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    names = os.fsencode(one), os.fsencode(other)
-    return not rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], ctypes.c_uint(_RENAME_EXCHANGE))
-
-
-def file_sizes(folder: CheckpointPath) -> dict[str, int]:
-    """Bytes of every file below a folder, by relative name, sorted."""
-    if isinstance(folder, RemotePath):
-        return dict(sorted(folder.files().items()))
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
-
-def recover(target: CheckpointPath) -> None:
-    """Restores `target` if a process stopped inside `replace_atomically`."""
-    if isinstance(target, RemotePath):
-        return
-    if os.path.lexists(target) or not target.parent.is_dir():
-        return
-    replaced = _find_replaced(target)
-    if replaced:
-        try:
-            os.rename(max(replaced, key=os.path.getmtime), target)
-        except OSError:
-            if not os.path.lexists(target):  # otherwise another process was faster
-                raise
-
-
-def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
-    """Result of `read`, repeated until `target` is not replaced while it is read.
-
-    Raises:
-        OSError: `target` is replaced again and again.
-    """
-    if isinstance(target, RemotePath):
-        return read()
-    for _ in range(_NUM_TRIES):
-        before = file_identity(target)
-        try:
-            result = read()
-        except (OSError, ValueError):
-            if file_identity(target) == before:
-                raise
-        else:
-            if file_identity(target) == before:
-                return result
-    raise replaced_while_read_error(target)
-
-
-def file_identity(target: Path) -> tuple[int, int] | None:
-    """Device and inode of `target`; None if it does not exist."""
-    try:
-        status = target.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino
-
-
-def replaced_while_read_error(target: Path) -> OSError:
-    why = "another save replaced it while it was read; open it again"
-    return OSError(errno.ESTALE, why, str(target))
-
-
-def remove(target: CheckpointPath) -> None:
-    """Deletes a file, a link or a directory; a directory is renamed first."""
-    if isinstance(target, RemotePath):
-        target.remove()
-        return
-    if not os.path.lexists(target):
-        return
-    if target.is_dir() and not target.is_symlink():
-        removed = temporary_path(target, "removed")
-        os.rename(target, removed)
-        _sync_folder(target.parent)  # or a power failure may leave a part of it under its name
-        target = removed
-    with contextlib.suppress(FileNotFoundError):
-        _delete(target)
-
-
-def discard(folder: RemotePath) -> None:
-    """Deletes an incomplete folder; files that cannot be deleted stay."""
-    with contextlib.suppress(Exception):  # file systems of fsspec raise errors of any class
-        folder.remove()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -462,55 +349,52 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ---------------------------------------------------------------------------------------- checksums
+# ------------------------------------------------------------------------------------------ reading
 
 
-def write_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Writes `SHA256SUMS` for these files of `folder`, and syncs it and the folder."""
-    path = folder / CHECKSUMS
-    with name_path_in_errors(path), open(path, "w", encoding="utf-8") as file:
-        listed = sorted(set(names) - {CHECKSUMS})
-        file.writelines(f"{_hash(folder / name)}  {name}\n" for name in listed)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(folder)
+def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
+    """Result of `read`, repeated until `target` is not replaced while it is read.
 
-
-def find_damage(folder: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Verifies this rank's share of `SHA256SUMS`; returns one line per missing or damaged file."""
-    sums = folder / CHECKSUMS
-    try:
-        lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
-    except UnicodeDecodeError as error:
-        return [f"{CHECKSUMS} is not a text file ({error})"]
-    damage = []
-    for number, line in list(enumerate(lines, start=1))[rank::world_size]:
-        match = _LINE.fullmatch(line)
-        if not match:
-            damage.append(f"line {number} of {CHECKSUMS} is not a checksum")
-            continue
-        digest, name = match.groups()
+    Raises:
+        OSError: `target` is replaced again and again.
+    """
+    if isinstance(target, RemotePath):
+        return read()
+    for _ in range(_NUM_TRIES):
+        recover(target)
+        before = file_identity(target)
         try:
-            file = folder / check_inside(name)
-        except ValueError as error:
-            damage.append(f"line {number} of {CHECKSUMS}: {error}")
-            continue
-        if not file.is_file():
-            damage.append(f"{printable(name)} is missing")
-        elif _hash(file) != digest:
-            size = file.stat().st_size
-            damage.append(
-                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
-            )
-    return damage
+            result = read()
+        except (OSError, ValueError):
+            if file_identity(target) == before:
+                raise
+        else:
+            if file_identity(target) == before:
+                return result
+    raise replaced_while_read_error(target)
 
 
-def _hash(path: CheckpointPath) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+def file_identity(target: Path) -> tuple[int, ...] | None:
+    """Device, inode and time of the last write of `target`; None if it does not exist."""
+    try:
+        return _identity(target.stat())
+    except OSError:
+        return None
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_mtime_ns  # numbers of inodes are used again
+
+
+def replaced_while_read_error(target: Path) -> OSError:
+    why = "another save replaced it while it was read; open it again"
+    return OSError(errno.ESTALE, why, str(target))
+
+
+def discard(folder: RemotePath) -> None:
+    """Deletes an incomplete folder; files that cannot be deleted stay."""
+    with contextlib.suppress(Exception):  # file systems of fsspec raise errors of any class
+        folder.remove()
 
 
 # ----------------------------------------------------------------------------------- a single file
@@ -529,39 +413,24 @@ def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
             system supports it, so that a full disk is detected before anything is written.
 
     Raises:
-        OSError: The file cannot be written. On a full disk it names the path and the bytes that
-            are needed and free.
+        OSError: The file cannot be written, or another process is writing it. On a full disk it
+            names the path and the bytes that are needed and free.
     """
     if isinstance(path, RemotePath):
         with name_path_in_errors(path), path.atomic_write(nbytes) as file:
             yield file
         return
-    delete_leftovers(path.parent)
-    with explain_os_errors(path, nbytes):
-        temporary, file = _locked_file(path)
-        with file:
-            try:
-                _reserve(file, nbytes)
-                yield file
-                file.truncate(file.tell())
-                file.flush()
-                os.fsync(file.fileno())
-                replace_atomically(temporary, path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    temporary.unlink()
-                raise
-
-
-def _locked_file(target: Path) -> tuple[Path, BinaryIO]:
-    """A new, locked temporary file for `target`; see [Note: Two writers]."""
-    for _ in range(_NUM_TRIES):
-        path = temporary_path(target, "incomplete")
-        file = open(path, "xb", _BLOCK_BYTES)  # noqa: SIM115 (the caller closes it)
-        if _lock_new_file(file.fileno(), path):
-            return path, file
-        file.close()
-    raise _contention_error(target)
+    with (
+        explain_os_errors(path, nbytes),
+        _writing(path) as temporary,
+        open(temporary, "xb", _BLOCK_BYTES) as file,
+    ):
+        _reserve(file, nbytes)
+        yield file
+        file.truncate(file.tell())
+        file.flush()
+        os.fsync(file.fileno())
+        _replace(path)
 
 
 def _reserve(file: BinaryIO, nbytes: int) -> None:

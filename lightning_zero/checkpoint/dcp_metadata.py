@@ -1,27 +1,29 @@
-"""Parses the file `.metadata` of torch's distributed checkpoint format, the index of its items.
+"""Reads the file `.metadata` of torch's distributed checkpoint format, the index of its items.
 
-[Note: Metadata without pickle] torch writes the file with pickle, which creates any object that a
-file asks for. A checkpoint may come from an untrusted source, so the file is not unpickled.
-`_PickleInterpreter` executes the few opcodes that torch's writers need. It gives access to no
-class, function or attribute: a global is a name from a list, a call of it and its state are stored
-in a record, and any other opcode is an error. The result is checked field by field, each at a known
-depth, and only then converted into torch's own objects. The work is therefore bounded by the length
-of the file: only strings and records are hashed, no memory is reserved for an announced length, and
-a record that many names share is checked once.
+[Note: Metadata without code] torch writes the file with pickle, which creates any object that a
+file asks for. A checkpoint may come from an untrusted source. `_RecordUnpickler` therefore accepts
+the opcodes of torch's writers only, and gives access to no class, function or attribute: a global
+is a name from a list, and a call of it and its state are stored in a record. The result is checked
+field by field, each at a known depth, and only then converted into torch's own objects. The work is
+bounded by the length of the file: only strings and records are hashed, and a record that many names
+share is checked once.
 
-Alternatives considered: `pickle.Unpickler` with a `find_class` that allows some classes. Its BUILD
-opcode sets attributes of any object on its stack, including those classes; an index of its memo
-reserves memory; and hashing a key of nested tuples does not terminate.
+Alternatives considered: `pickle.Unpickler`, which is written in C, with a `find_class` that allows
+some classes. An index of its memo reserves memory, hashing a key of nested tuples does not
+terminate, and neither can be changed in a subclass. An index of our own in JSON: a second
+description of each item, while the checkpoints of other writers still need this one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import math
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -115,174 +117,23 @@ class _Record:
         self.state = state
 
 
-# ---------------------------------------------------------------------------------------- opcodes
+# -------------------------------------------------------------------------------------- unpickling
+
+# Those that torch's writers need, besides those that `_RecordUnpickler` implements.
+_OPCODES = b"\x80\x95.N\x88\x89JKM\x8a\x8cX)\x85\x86\x87t]ae}(qrhj\x94c\x93"
 
 
-class _PickleInterpreter:
-    """Executes the opcodes of one file. See [Note: Metadata without pickle]."""
+class _RecordUnpickler(pickle._Unpickler):
+    """Unpickles a file into records. See [Note: Metadata without code]."""
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]  # the values on the stack since the last mark
 
     def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-        self._stack: list[Any] = []
-        self._marks: list[int] = []  # lengths of the stack
-        self._memo: dict[int, Any] = {}
-        self._globals: dict[tuple[str, str], Any] = {}
+        super().__init__(io.BytesIO(data))
+        self._globals: dict[tuple[str, str], _Global | torch.dtype] = {}
 
-    def run(self) -> Any:
-        """Returns the object that the file describes.
-
-        Raises:
-            _InvalidMetadataError: The file has an opcode or a global that metadata does not have.
-            IndexError, KeyError, ValueError: The file is damaged.
-        """
-        data, stack, memo = self._data, self._stack, self._memo
-        push, steps = stack.append, _STEPS
-        at = 0
-        while True:
-            code = data[at]
-            at += 1
-            # The most frequent opcodes, nine of ten: function calls would take most of the time.
-            if code == _MEMOIZE:
-                memo[len(memo)] = stack[-1]
-            elif code == _GET4:
-                push(memo[data[at] | data[at + 1] << 8 | data[at + 2] << 16 | data[at + 3] << 24])
-                at += 4
-            elif code == _GET1:
-                push(memo[data[at]])
-                at += 1
-            elif code == _INT1:
-                push(data[at])
-                at += 1
-            elif code == _INT2:
-                push(data[at] | data[at + 1] << 8)
-                at += 2
-            elif code == _TUPLE1:
-                stack[-1] = (stack[-1],)
-            elif code == _TUPLE2:
-                second = stack.pop()
-                stack[-1] = (stack[-1], second)
-            elif code == _MARK:
-                self._marks.append(len(stack))
-            elif code == _EMPTY_TUPLE:
-                push(())
-            elif code == _EMPTY_DICT:
-                push({})
-            elif code == _STOP:
-                return stack.pop()
-            elif code in steps:
-                self._at = at
-                steps[code](self)
-                at = self._at
-            else:
-                raise _InvalidMetadataError(
-                    f"opcode {bytes([code])!r} is not allowed in checkpoint metadata"
-                )
-
-    def _take(self, size: int) -> bytes:
-        start, self._at = self._at, self._at + size
-        if self._at > len(self._data):
-            raise ValueError(f"it is {self._at - len(self._data)} bytes too short")
-        return self._data[start : self._at]
-
-    def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
-
-    def _integer(self, size: int) -> int:
-        return int.from_bytes(self._take(size), "little")
-
-    def _since_mark(self) -> list[Any]:
-        start = self._marks.pop()
-        values = self._stack[start:]
-        del self._stack[start:]
-        return values
-
-    # ---- values
-
-    def protocol(self) -> None:
-        self._byte()
-
-    def frame(self) -> None:
-        self._take(8)
-
-    def none(self) -> None:
-        self._stack.append(None)
-
-    def true(self) -> None:
-        self._stack.append(True)
-
-    def false(self) -> None:
-        self._stack.append(False)
-
-    def int4(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
-
-    def long1(self) -> None:
-        self._stack.append(int.from_bytes(self._take(self._byte()), "little", signed=True))
-
-    def short_text(self) -> None:
-        self._stack.append(self._take(self._byte()).decode())
-
-    def text(self) -> None:
-        self._stack.append(self._take(self._integer(4)).decode())
-
-    # ---- containers
-
-    def tuple3(self) -> None:
-        first, second, third = self._stack[-3:]
-        self._stack[-3:] = [(first, second, third)]
-
-    def tuple(self) -> None:
-        self._stack.append(tuple(self._since_mark()))
-
-    def empty_list(self) -> None:
-        self._stack.append([])
-
-    def append(self) -> None:
-        value = self._stack.pop()
-        _expect_type(self._stack[-1], list).append(value)
-
-    def appends(self) -> None:
-        values = self._since_mark()
-        _expect_type(self._stack[-1], list).extend(values)
-
-    def setitem(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._set([key, value])
-
-    def setitems(self) -> None:
-        self._set(self._since_mark())
-
-    def _set(self, values: list[Any]) -> None:
-        keys = values[::2]
-        if any(type(key) is not str and type(key) is not _Record for key in keys):
-            raise _InvalidMetadataError("a key of a dict is neither a name nor an index")
-        _expect_type(self._stack[-1], dict).update(zip(keys, values[1::2], strict=True))
-
-    # ---- memo
-
-    def put1(self) -> None:
-        self._memo[self._byte()] = self._stack[-1]
-
-    def put4(self) -> None:
-        self._memo[self._integer(4)] = self._stack[-1]
-
-    # ---- globals, calls and states
-
-    def named(self) -> None:
-        words = []
-        for _ in range(2):
-            end = self._data.index(b"\n", self._at)
-            words.append(self._take(end - self._at).decode())
-            self._at += 1
-        self._push_global(*words)
-
-    def stacked(self) -> None:
-        name, module = self._stack.pop(), self._stack.pop()
-        self._push_global(_expect_type(module, str), _expect_type(name, str))
-
-    def _push_global(self, module: str, name: str) -> None:
+    def find_class(self, module: str, name: str) -> Any:
         key = (module, name)
         if key not in self._globals:
             if module == "torch" and name in _DTYPES:
@@ -291,63 +142,52 @@ class _PickleInterpreter:
                 self._globals[key] = _Global(key)
             else:
                 raise _InvalidMetadataError(
-                    f"{module}.{name} is not allowed in checkpoint metadata"
+                    f"{module}.{name} is not allowed in checkpoint metadata; if you trust it, "
+                    f"let torch convert it: python -m {_FORMAT}.format_utils dcp_to_torch PATH FILE"
                 )
-        self._stack.append(self._globals[key])
+        return self._globals[key]
 
-    def call(self) -> None:
-        arguments = _expect_type(self._stack.pop(), tuple)
-        name = _expect_type(self._stack.pop(), _Global).name
+    def _call(self) -> None:
+        arguments = _expect_type(self.stack.pop(), tuple)
+        name = _expect_type(self.stack.pop(), _Global).name
         if name == _SIZE:
             (dims,) = arguments
-            self._stack.append(_size(dims))
+            self.stack.append(_size(dims))
         elif name == _ORDERED_DICT and not arguments:
-            self._stack.append({})
+            self.stack.append({})
         elif name == _GETATTR:
             enum, member = arguments
             if _expect_type(enum, _Global).name not in _ENUMS:
                 raise _InvalidMetadataError(f"{enum.name[1]}.{member} is no member of an enum")
-            self._stack.append(_Record(enum.name, (member,)))
+            self.stack.append(_Record(enum.name, (member,)))
         else:
-            self._stack.append(_Record(name, arguments))
+            self.stack.append(_Record(name, arguments))
 
-    def build(self) -> None:
-        state = self._stack.pop()
-        _expect_type(self._stack[-1], _Record).build(state)
+    def _build(self) -> None:
+        state = self.stack.pop()
+        _expect_type(self.stack[-1], _Record).build(state)
 
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set([key, value])
 
-_MEMOIZE, _GET1, _GET4 = 0x94, ord("h"), ord("j")
-_INT1, _INT2 = ord("K"), ord("M")
-_MARK, _EMPTY_TUPLE, _TUPLE1, _TUPLE2 = ord("("), ord(")"), 0x85, 0x86
-_EMPTY_DICT, _STOP = ord("}"), ord(".")
-_STEPS: dict[int, Callable[[_PickleInterpreter], None]] = {
-    ord(code): step
-    for code, step in {
-        "\x80": _PickleInterpreter.protocol,
-        "\x95": _PickleInterpreter.frame,
-        "N": _PickleInterpreter.none,
-        "\x88": _PickleInterpreter.true,
-        "\x89": _PickleInterpreter.false,
-        "J": _PickleInterpreter.int4,
-        "\x8a": _PickleInterpreter.long1,
-        "\x8c": _PickleInterpreter.short_text,
-        "X": _PickleInterpreter.text,
-        "\x87": _PickleInterpreter.tuple3,
-        "t": _PickleInterpreter.tuple,
-        "]": _PickleInterpreter.empty_list,
-        "a": _PickleInterpreter.append,
-        "e": _PickleInterpreter.appends,
-        "s": _PickleInterpreter.setitem,
-        "u": _PickleInterpreter.setitems,
-        "q": _PickleInterpreter.put1,
-        "r": _PickleInterpreter.put4,
-        "c": _PickleInterpreter.named,
-        "\x93": _PickleInterpreter.stacked,
-        "R": _PickleInterpreter.call,
-        "\x81": _PickleInterpreter.call,  # NEWOBJ: the same for a record
-        "b": _PickleInterpreter.build,
-    }.items()
-}
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, values: list[Any]) -> None:
+        keys = values[::2]
+        if any(type(key) is not str and type(key) is not _Record for key in keys):
+            raise _InvalidMetadataError("a key of a dict is neither a name nor an index")
+        _expect_type(self.stack[-1], dict).update(zip(keys, values[1::2], strict=True))
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **{code: pickle._Unpickler.dispatch[code] for code in _OPCODES},
+        ord("R"): _call,
+        0x81: _call,  # NEWOBJ: the same for a record
+        ord("b"): _build,
+        ord("s"): _set_item,
+        ord("u"): _set_items,
+    }
 
 
 def _expect_type(value: Any, kind: type) -> Any:
@@ -543,8 +383,17 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+def _unpickle(data: bytes) -> Any:
+    try:
+        return _RecordUnpickler(data).load()
+    except (_InvalidMetadataError, MemoryError):
+        raise
+    except Exception as error:  # the stack, the memo or the data is too short, or of other types
+        raise ValueError(f"it is truncated or damaged: {type(error).__name__}: {error}") from None
+
+
 def parse_metadata(data: bytes) -> Metadata:
-    """Parses the content of `.metadata` and executes nothing. See [Note: Metadata without pickle].
+    """Parses the content of `.metadata` and executes nothing. See [Note: Metadata without code].
 
     Raises:
         ValueError: The metadata is damaged, or contains something that is not allowed.
@@ -553,13 +402,11 @@ def parse_metadata(data: bytes) -> Metadata:
         raise ValueError(f"it is larger than {_MAX_BYTES} bytes")
     try:
         with gc_paused():
-            metadata = _Converter().metadata(_PickleInterpreter(data).run())
+            metadata = _Converter().metadata(_unpickle(data))
             _check_tree(metadata.state_dict_metadata, metadata.planner_data)
             return metadata
     except (_InvalidMetadataError, ValueError) as error:
         raise ValueError(printable(str(error))) from None
-    except LookupError:  # the stack, the memo or the data is too short
-        raise ValueError("it is truncated or damaged") from None
 
 
 def read_metadata(folder: CheckpointPath) -> Metadata:

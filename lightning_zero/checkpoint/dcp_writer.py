@@ -43,6 +43,7 @@ from lightning_zero.checkpoint.atomic import (
     name_path_in_errors,
 )
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.checksums import CHECKSUMS, write_checksums
 from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
 from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.remote import RemotePath
@@ -376,7 +377,7 @@ class ShardedSave:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        atomic.write_checksums(folder, contents)
+        write_checksums(folder, contents)
         self._staged.publish()
         self._staged = None
 
@@ -388,7 +389,7 @@ class ShardedSave:
             metadata.storage_data[index] = replace(info, relative_path=path)
         _write_file(folder / META_FILE, self.rest.getbuffer())
         _write_file(folder / RECORD, save_record)
-        for name in (atomic.CHECKSUMS, RECORD):  # from a directory that was copied there
+        for name in (CHECKSUMS, RECORD):  # from a directory that was copied there
             (target / name).remove()
         self._may_be_referenced = True  # even if the write fails after the storage has the file
         _write_file(target / METADATA, pickle.dumps(metadata))

@@ -20,6 +20,7 @@ from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
     METADATA_KEY,
     describe_save,
+    full_optimizer_state,
     full_state_dict,
     narrow_masters,
     sharded_masters,
@@ -32,7 +33,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.names import with_saved_names
-from lightning_zero.optim.state import optimizer_state_dict
 
 __all__ = [
     "load_checkpoint",
@@ -66,6 +66,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: A key of `entries` is one of the checkpoint's own.
+        RuntimeError: A full checkpoint does not fit into the free CPU memory of rank 0.
         OSError: The checkpoint cannot be written; on every rank.
     """
     entries = {} if entries is None else entries
@@ -82,11 +83,8 @@ def save_checkpoint(
         states = [sharded_optimizer_state(optimizer, engine) for optimizer in optimizers]
         masters: Mapping[str, Any] = sharded_masters(engine)
     else:
-        is_first = engine.comm.rank == 0
         checkpoint["state_dict"] = full_state_dict(engine)
-        states = [
-            optimizer_state_dict(o, engine.buckets, is_recipient=is_first) for o in optimizers
-        ]
+        states = [full_optimizer_state(optimizer, engine) for optimizer in optimizers]
         masters = narrow_masters(engine)
     checkpoint["state_dict"] = with_saved_names(checkpoint["state_dict"])
     checkpoint["optimizer_states"] = states

@@ -1,7 +1,7 @@
 """Exports a checkpoint of any format to another one, tensor by tensor.
 
-Only the piece that is being written is in memory, so a checkpoint may be larger than memory; for
-`dcp` the largest tensor must fit.
+For `safetensors` only the piece that is being written is in memory, so a checkpoint may be larger;
+for `dcp` the largest tensor must fit, for `ckpt` all of them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import CheckpointPath, explain_os_errors
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.checksums import write_checksums
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import (
     INDEX,
@@ -32,8 +34,10 @@ from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import tensor_identity, total_nbytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.comm.control import Channel
+from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tiers.memory import available_memory_bytes
 
 __all__ = ["ExportPlan", "Format", "drop_pages", "plan_export"]
 
@@ -139,7 +143,7 @@ def plan_export(
     if file_format == "ckpt":
         if "optimizer_states" in content:
             content["optimizer_states"] = [_numbered(s) for s in content["optimizer_states"]]
-        write = partial(write_torch_file, content)
+        write = partial(_write_file, content)
     else:
         write = partial(_write_dcp, content)
     return ExportPlan(write, total_nbytes(content), tuple(notes))
@@ -239,6 +243,19 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "state": dict(sorted(entries.items())), "param_groups": groups}
 
 
+def _write_file(content: Mapping[str, Any], path: CheckpointPath, progress: Progress) -> None:
+    """Writes a file of `torch.save`, for which all tensors that are not in memory are read."""
+    lazy = [leaf for leaf in tree_leaves(content) if isinstance(leaf, LazyTensor)]
+    needed, free = total_nbytes(lazy), available_memory_bytes()
+    if needed > free:
+        raise ValueError(
+            f"a file of torch.save needs all tensors in memory, {format_bytes(needed)}, and "
+            f"{format_bytes(free)} are free; use --format dcp, or --format safetensors for the "
+            "weights."
+        )
+    write_torch_file(content, path, progress)
+
+
 # ------------------------------------------------------------------------------- safetensors
 
 
@@ -271,7 +288,7 @@ def _write_weights(
                 write_index(folder / INDEX, files, tied)  # last: it makes the directory complete
                 names.append(INDEX)
             if staged is not None:
-                atomic.write_checksums(staged.folder, names)
+                write_checksums(staged.folder, names)
                 staged.publish()
     except BaseException:
         if staged is not None:

@@ -41,7 +41,6 @@ from lightning_zero.optim.state import load_optimizer_state_dict
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.meta import accepting_pending_values, is_dropped, set_pending_values
-from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["load_masters", "load_module", "load_optimizer", "load_weights"]
 
@@ -89,9 +88,7 @@ def load_weights(
 
 
 def _verify(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    # The parameters that are built shard by shard may differ between ranks.
-    sharded = [p for p in module.parameters() if has_placement(p) and partial_of(p) is None]
-    sharded = [p for p in sharded if not is_dropped(p)]
+    sharded = [p for p in module.parameters() if has_placement(p) and not is_dropped(p)]
     if sharded:
         comm = bucket_of(placement_of(sharded[0])).comm
         raise_damage_on_any_rank(path, comm.rank, comm.size, comm.control.gather_objects)
@@ -130,10 +127,7 @@ def load_module(
     """
     names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
     buffers: dict[Tensor, str] = {b: name for name, b in module.named_buffers()}
-    # A parameter that is built shard by shard has no memory for all of its values either.
-    partly_built = {t for t in names if isinstance(t, nn.Parameter) and partial_of(t) is not None}
-    everything = {**names, **buffers}
-    on_meta = {t: name for t, name in everything.items() if t.is_meta or t in partly_built}
+    on_meta = {t: name for t, name in {**names, **buffers}.items() if t.is_meta}
     if on_meta and awaited is None:
         raise _no_memory(next(iter(on_meta.values())))
     custom = _with_custom_loading(module)

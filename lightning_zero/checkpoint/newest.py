@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint.atomic import local_path, recover_all
+from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded
 from lightning_zero.checkpoint.source import open_checkpoint
 from lightning_zero.checkpoint.torch_file import is_torch_file
@@ -45,7 +45,7 @@ def newest_of(folders: Iterable[Path], *, weights_only: bool | None = None) -> P
     """Like `newest_checkpoint`, for several folders."""
     found: list[tuple[int, int, Path]] = []
     for folder in folders:
-        recover_all(folder)
+        delete_leftovers(folder)
         for path in folder.iterdir() if folder.is_dir() else ():
             age = None if path.name.startswith(".") else _age(path, weights_only)
             if age is not None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.checkpoint import atomic, dcp_reader, hugging_face, torch_file
+from lightning_zero.checkpoint import checksums, dcp_reader, hugging_face, torch_file
 from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
@@ -67,13 +67,12 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
         One line for each damaged part.
     """
     located = locate(path)
-    recover(located)
     return read_consistently(located, lambda: _find_damage(located, rank, world_size))
 
 
 def _find_damage(path: CheckpointPath, rank: int, world_size: int) -> list[str]:
     if path.is_dir():
-        damage = atomic.find_damage(path, rank=rank, world_size=world_size)
+        damage = checksums.find_damage(path, rank=rank, world_size=world_size)
         if any(line.startswith(METADATA) for line in damage):
             return damage
         if is_sharded(path):
@@ -109,7 +108,7 @@ def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
 def has_checksums(path: CheckpointPath) -> bool:
     """Whether the checkpoint has checksums for `find_damage`."""
     if path.is_dir():
-        if is_sharded(path) or (path / atomic.CHECKSUMS).is_file():
+        if is_sharded(path) or (path / checksums.CHECKSUMS).is_file():
             return True
         files = (file for file in _torch_files(path) if file.is_file())
         return any(torch_file.has_checksums(file) for file in files)
@@ -185,7 +184,6 @@ def open_checkpoint(
         pickle.UnpicklingError: It contains classes that `weights_only` refuses.
     """
     located = locate(path)
-    recover(located)
     try:
         opened = read_consistently(located, lambda: _open_located(located, path, weights_only))
     except (LookupError, UnicodeError) as error:
@@ -201,7 +199,6 @@ def open_objects(
 ) -> dict[str, Any]:
     """As `open_checkpoint`, with the keys that were saved, and any dict of `torch.save`. Local."""
     located = locate(path)
-    recover(located)
 
     def read() -> Any:
         if located.is_dir() and is_sharded(located):

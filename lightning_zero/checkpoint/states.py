@@ -32,24 +32,29 @@ from lightning_zero._version import __version__
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
+from lightning_zero.engine.counting import full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.mesh import Mesh
+from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.optim.state import (
     TensorSpec,
     gather_owned_state_specs,
     is_elementwise,
+    optimizer_state_dict,
     packed_options,
 )
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.composite import flatten_composites
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tensors.lazy import read_flat
+from lightning_zero.tiers.memory import available_memory_bytes
 
 __all__ = [
     "MASTERS_KEY",
     "METADATA_KEY",
     "RANK_STATES_KEY",
     "describe_save",
+    "full_optimizer_state",
     "full_state_dict",
     "narrow_masters",
     "replicated_as_shards",
@@ -61,6 +66,7 @@ __all__ = [
 
 MASTERS_KEY = "lightning_zero_masters"
 RANK_STATES_KEY = "lightning_zero_rank_states"  # see [Note: States of ranks]
+_MIN_CHECKED_BYTES = 2**24
 METADATA_KEY = "lightning_zero"  # version, stage and number of ranks that wrote the checkpoint
 
 
@@ -91,7 +97,12 @@ def full_state_dict(
     Returns:
         The state dict on rank 0. On other ranks the same keys, with parameters on the meta device
         unless `is_on_all_ranks`, so that hooks can rename or delete entries on every rank.
+
+    Raises:
+        RuntimeError: The tensors do not fit into the free CPU memory of rank 0; on every rank.
     """
+    if not is_on_all_ranks:
+        _check_fits(engine, "parameters", sum(map(full_bytes, engine.buckets)))
     target = "cpu" if is_on_all_ranks or engine.comm.rank == 0 else "meta"
     state = _live_state(engine.module if module is None else module)
     wanted = [v for v in state.values() if isinstance(v, nn.Parameter) and has_placement(v)]
@@ -102,6 +113,42 @@ def full_state_dict(
             if parameter in full:
                 full[parameter] = views[index].to(target, bucket.orig_dtypes[index], copy=True)
     return _with_entries(state, lambda key, parameter: full.get(parameter))
+
+
+def full_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]:
+    """`optimizer.state_dict()` of full tensors on rank 0. Collective: every rank.
+
+    Raises:
+        RuntimeError: The tensors do not fit into the free CPU memory of rank 0; on every rank.
+    """
+    own = sum(value.nbytes for value in tree_leaves(raw_states(optimizer)) if _is_tensor(value))
+    shares = engine.comm.control.gather_objects(own)
+    num_copies = engine.comm.mesh.num_replicas
+    if any(bucket.replicates_optim for bucket in engine.buckets):
+        num_copies = engine.comm.size
+    _check_fits(engine, "optimizer states", sum(shares) // num_copies)
+    is_recipient = engine.comm.rank == 0
+    return optimizer_state_dict(optimizer, engine.buckets, is_recipient=is_recipient)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _check_fits(engine: Engine, what: str, num_bytes: int) -> None:
+    """Raises on every rank if rank 0 lacks CPU memory for the full tensors. Collective.
+
+    `num_bytes` is the same on every rank; less than `_MIN_CHECKED_BYTES` are not checked.
+    """
+    if num_bytes < _MIN_CHECKED_BYTES:
+        return
+    free = engine.comm.control.gather_objects(available_memory_bytes())[0]
+    if num_bytes > free:
+        raise RuntimeError(
+            f"the {what} of a full checkpoint take {format_bytes(num_bytes)} of CPU memory on rank "
+            f"0, where {format_bytes(free)} are free; save a sharded one, with "
+            'ZeroStrategy(checkpoint="sharded") or save_checkpoint(..., is_sharded=True).'
+        )
 
 
 def narrow_masters(engine: Engine) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
-"""Opens, writes and verifies files of `torch.save`, piece by piece.
+"""Opens, writes and verifies files of `torch.save`.
 
 [Note: Torch files] They are zip archives: `data.pkl`, a pickle that refers to storages by number,
 and one uncompressed record `data/<number>` for each storage, with its CRC32. `torch.load` ignores
-the checksums, `find_damage` verifies them. `write_torch_file` reads a `LazyTensor` in pieces when
-its record is written, so a tree may be larger than memory; storages in memory are written without a
-copy. The tensors of a remote file, which cannot be mapped, become `LazyTensor`s. If some tensors
-are inside objects, where they cannot be replaced, the entire file is read.
+the checksums, `find_damage` verifies them. The tensors of a remote file, which cannot be mapped,
+become `LazyTensor`s. If some tensors are inside objects, where they cannot be replaced, the entire
+file is read.
 """
 
 from __future__ import annotations
@@ -15,22 +14,19 @@ import os
 import pickle
 import re
 import struct
-import sys
 import traceback
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.serialization import location_tag
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
@@ -89,7 +85,7 @@ def open_torch_file(
     """
     with path.open("rb") as file:
         is_zip = file.read(4) == _ZIP_MAGIC
-        if is_zip and not zipfile.is_zipfile(file):  # it checks the end of the file
+        if is_zip and not _has_zip_end(file):  # it checks the end of the file
             raise ValueError(_damage_text(path, "its end is missing"))
         if is_zip and (why := find_inflated(file)):
             raise ValueError(_damage_text(path, why))
@@ -108,6 +104,13 @@ def open_torch_file(
             return _with_lazy_tensors(path, tree)
     except Exception as error:
         raise _with_path(path, error, is_zip=is_zip, runs_classes=runs_classes) from error
+
+
+def _has_zip_end(file: Any) -> bool:
+    try:
+        return zipfile.is_zipfile(file)
+    except zipfile.BadZipFile:  # the end is one of a large file, and damaged
+        return False
 
 
 def open_without(package: str, path: Path, *, weights_only: bool | None = None) -> Any:
@@ -286,10 +289,8 @@ def _damage_text(path: CheckpointPath, why: str) -> str:
 # ----------------------------------------------------------------------------------------- writing
 
 PIECE_BYTES = 16 * 1024**2
-_ALIGNMENT = 64  # records start at multiples of it, so that a memory map of them is aligned
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
-_ZIP64_EXTRA_BYTES = 20
 _RECORD_BYTES = 512  # upper bound for the headers of a record
+_PICKLE_BYTES = 2**13  # of most files, in addition
 
 Progress = Callable[[int], object]  # called with the bytes of every piece that was written
 
@@ -299,27 +300,49 @@ def no_progress(nbytes: int) -> None:
 
 
 def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = no_progress) -> None:
-    """Like `torch.save(tree, path)`, but atomically and without a copy in memory.
-
-    Tensors may be `LazyTensor`s. See [Note: Torch files].
+    """Like `torch.save(tree, path)`, but atomically. `LazyTensor`s are read into memory.
 
     Raises:
         OSError: The file cannot be written; see `atomic_write`.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(tree)
-    storages = pickler.storages
-    payload = stream.tell() + sum(storage.nbytes for storage in storages)
-    with (
-        atomic_write(path, payload + _RECORD_BYTES * (len(storages) + 4)) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-    ):
-        _write_record(archive, "data.pkl", [stream.getbuffer()])
-        _write_record(archive, "byteorder", [memoryview(sys.byteorder.encode())])
-        for number, storage in enumerate(storages):
-            _write_record(archive, f"data/{number}", iter_bytes(storage, progress))
-        _write_record(archive, "version", [memoryview(b"3\n")])
+    storages = _storage_bytes(tree)
+    nbytes = sum(storages)
+    with atomic_write(path, nbytes + _RECORD_BYTES * (len(storages) + 8) + _PICKLE_BYTES) as file:
+        counted: Any = _Counted(file, nbytes, progress)
+        try:
+            torch.save(tree, counted)
+        except RuntimeError as error:  # from torch's archive writer, which hides the OSError
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
+def _storage_bytes(tree: object) -> list[int]:
+    """Bytes of each storage in dicts, lists and other pytrees."""
+    nbytes: dict[int, int] = {}
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, LazyTensor):
+            nbytes[id(leaf)] = leaf.nbytes
+        elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and not is_composite(leaf):
+            nbytes[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()
+    return list(nbytes.values())
+
+
+class _Counted:
+    """A file for `torch.save` that reports the first `nbytes` bytes that are written to it."""
+
+    def __init__(self, file: BinaryIO, nbytes: int, progress: Progress) -> None:
+        self.flush = file.flush
+        self._file = file
+        self._left = nbytes
+        self._progress = progress
+
+    def write(self, data: memoryview) -> int:
+        written = self._file.write(data)
+        reported = min(self._left, written)
+        self._left -= reported
+        self._progress(reported)
+        return written
 
 
 def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
@@ -331,65 +354,10 @@ def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
         progress(part.nbytes)
 
 
-def _write_record(archive: zipfile.ZipFile, name: str, parts: Iterable[memoryview]) -> None:
-    entry = zipfile.ZipInfo(f"archive/{name}")
-    assert archive.fp is not None
-    start = archive.fp.tell() + _LOCAL_HEADER.size + len(entry.filename) + _ZIP64_EXTRA_BYTES
-    padding = -(start + 4) % _ALIGNMENT
-    entry.extra = struct.pack("<2sH", b"FB", padding) + bytes(padding)
-    with archive.open(entry, "w", force_zip64=True) as record:
-        for part in parts:
-            record.write(part)
-
-
-@dataclass(frozen=True)
-class _LazyStorage:
-    """Represents the storage of a `LazyTensor` in a pickle."""
-
-    tensor: LazyTensor
-    empty: Any  # empty storage of a plain tensor of this dtype
-
-
-class _Pickler(pickle.Pickler):
-    """Keeps storages out of the pickle, as `torch.save` does, and values of `LazyTensor`s, too."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream, protocol=2)
-        self.storages: list[Tensor] = []  # LazyTensors, and plain tensors as bytes
-        self._numbers: dict[int, str] = {}  # by id; `storages` keeps the objects alive
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return NotImplemented
-        # torch's format of a tensor depends on the dtype: take it from a plain one.
-        empty = torch.empty(0, dtype=value.dtype)
-        rebuild, (storage, offset, _, _, *rest) = empty.__reduce_ex__(2)
-        strides = torch.empty(value.shape, device="meta").stride()
-        lazy_storage = _LazyStorage(value, storage)
-        return rebuild, (lazy_storage, offset, tuple(value.shape), strides, *rest)
-
-    def persistent_id(self, value: Any) -> Any:
-        storage: Tensor
-        if isinstance(value, _LazyStorage):
-            storage, key, location, like = value.tensor, id(value.tensor), "cpu", value.empty
-        elif torch.is_storage(value):
-            untyped = value if isinstance(value, torch.UntypedStorage) else value._untyped_storage
-            storage = torch.empty(0, dtype=torch.uint8, device=untyped.device).set_(untyped)
-            key, location, like = untyped._cdata, location_tag(untyped), value
-        else:
-            return None
-        if key not in self._numbers:
-            self._numbers[key] = str(len(self.storages))
-            self.storages.append(storage)
-        kind, itemsize = torch.UntypedStorage, 1
-        if not isinstance(like, torch.UntypedStorage):
-            kind, itemsize = getattr(torch, like._pickle_storage_type()), like.dtype.itemsize
-        return ("storage", kind, self._numbers[key], location, storage.nbytes // itemsize)
-
-
 # ---------------------------------------------------------------------------------------- checking
 
 NUM_THREADS = 4
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _CHECKED_BYTES = 256 * 1024  # per read and thread; small, so that verifying takes little memory
 _CHECKED_REMOTE_BYTES = 4 * 1024**2  # per read over a network, which has a latency
 # Errors of zipfile for damaged bytes: a bad name, a negative offset, an unsupported flag.
@@ -459,7 +427,7 @@ def _pread(path: Path, descriptor: int, size: int, offset: int) -> bytes:
 def has_checksums(path: CheckpointPath) -> bool:
     """Whether a file is a torch file whose records have checksums."""
     with path.open("rb") as file:
-        if not zipfile.is_zipfile(file):
+        if not _has_zip_end(file):
             return False
         try:
             records = zipfile.ZipFile(file).infolist()

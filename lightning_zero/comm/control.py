@@ -192,11 +192,6 @@ class GlooControlPlane:
         """As `run_round`, but does not wait; the caller waits for the result in `waiting`."""
         return self._rounds.begin(numbers, mask, check)
 
-    def agree(self, value: int, name: str = "the next round") -> int:
-        """Returns the minimum of `value`, of less than 63 bits, over ranks."""
-        with self.waiting(name):
-            return self.run_round([value], b"").numbers[0]
-
     # ---------------------------------------------------------------- failure
 
     def abort_waits(self, error: Exception) -> None:

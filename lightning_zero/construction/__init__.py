@@ -1,8 +1,4 @@
-"""Parameters that get memory and values before an engine wraps them. Imports core and below.
+"""Memory and values for modules on the meta device. Imports core and below.
 
-    building     sharding while `configure_model` builds
-    materialize  memory and values for modules built on the meta device
-
-Begin with `building`. `Engine` calls `materialize`; the strategy opens a `Building` around
-`configure_model`.
+Its module `materialize` gives them, unit by unit, while an engine wraps the parameters.
 """

@@ -33,7 +33,7 @@ from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer, promoted_dtype
 from lightning_zero.tensors.meta import fill_sentinel, has_sentinel, pending_values, swap_memory
 
-__all__ = ["check_can_materialize", "materialize"]
+__all__ = ["check_can_materialize", "materialize", "move_all_but_parameters"]
 
 _NUM_NAMED = 8  # modules, in an error
 
@@ -87,6 +87,16 @@ def _initializers(ancestors: Sequence[nn.Module]) -> Iterator[Callable[[], Any]]
         if callable(init_weights):
             yield partial(init_weights, module)
             break
+
+
+def move_all_but_parameters(root: nn.Module, device: torch.device) -> None:
+    """Moves buffers, and the tensors that modules move in an `_apply` of their own."""
+
+    def move(tensor: Tensor) -> Tensor:
+        stays = tensor.is_meta or isinstance(tensor, nn.Parameter)
+        return tensor if stays else tensor.to(device)
+
+    root._apply(move)  # that of a metric moves its state, which is in plain attributes
 
 
 def check_can_materialize(module: nn.Module) -> None:

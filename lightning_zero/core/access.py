@@ -15,7 +15,6 @@ from lightning_zero.core.writes import is_same_memory, require_full_shape
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
-from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["before_collective", "full_grad", "gathered", "uneven_calls"]
 
@@ -169,10 +168,7 @@ def _accesses_to(
                 "gathered() expects a module or its parameters, got "
                 f"{type(parameter).__name__}; pass module.parameters() or one nn.Parameter."
             )
-        partial = partial_of(parameter)
-        if partial is not None:
-            partial.sharded_data(0)  # unsharded until it is sharded again
-        elif has_placement(parameter):
+        if has_placement(parameter):
             found[access_of(placement_of(parameter))] = None
     return list(found)
 

@@ -18,7 +18,6 @@ from lightning_zero.tensors.guarded import (
     unguard,
 )
 from lightning_zero.tensors.meta import drop_parameter
-from lightning_zero.tensors.partial import partial_of
 
 __all__ = ["full_precision_copy", "unwrap_parameters", "wrap_parameters"]
 
@@ -62,10 +61,7 @@ def full_precision_copy(
     if dtype != plan.dtype:
         copied = filled or FlatBuffer(plan.layout, dtype, unsharded_params.tensor.device)
     for view, parameter in zip(copied.views, parameters, strict=True):
-        partial = partial_of(parameter)
-        if partial is not None:
-            partial.read_into(view)
-        elif view.data_ptr() != parameter.data_ptr():
+        if view.data_ptr() != parameter.data_ptr():
             view.copy_(parameter.data)
     return copied
 

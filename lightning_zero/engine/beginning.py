@@ -36,7 +36,6 @@ from lightning_zero.layout.plan import Plan, check_has_parameters, make_plan, nv
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.guarded import has_placement
-from lightning_zero.tensors.partial import partial_of
 from lightning_zero.tensors.ties import alias_texts, check_memory
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
@@ -177,7 +176,7 @@ def _find_device(module: nn.Module, device: torch.device | None) -> torch.device
     """The device to compute on: the one asked for, or the one of all parameters."""
     devices: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
-        if has_placement(parameter) and partial_of(parameter) is None:
+        if has_placement(parameter):
             raise held_error(name)
         devices.setdefault(parameter.device, name)
     check_has_parameters(module)

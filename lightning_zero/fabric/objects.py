@@ -27,6 +27,7 @@ from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
     METADATA_KEY,
     describe_save,
+    full_optimizer_state,
     full_state_dict,
     narrow_masters,
     sharded_masters,
@@ -35,7 +36,6 @@ from lightning_zero.checkpoint.states import (
 )
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.names import with_saved_names
-from lightning_zero.optim.state import optimizer_state_dict
 
 __all__ = ["NamedObjects"]
 
@@ -98,8 +98,7 @@ class NamedObjects:
             elif is_sharded:
                 entry = sharded_optimizer_state(value, engine, f"{key} ")
             else:
-                is_first = engine.comm.rank == 0
-                entry = optimizer_state_dict(value, engine.buckets, is_recipient=is_first)
+                entry = full_optimizer_state(value, engine)
             _apply_filter(key, dict(filters), entry, contents)
         if masters:
             contents[MASTERS_KEY] = masters

@@ -34,7 +34,7 @@ from lightning_zero._lightning.fabric import (
 from lightning_zero.checkpoint.engine_checkpoint import write_full_together, write_sharded
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.source import open_objects_on_all_ranks
-from lightning_zero.construction.building import move_all_but_parameters
+from lightning_zero.construction.materialize import move_all_but_parameters
 from lightning_zero.engine.engine import Engine
 from lightning_zero.fabric.module import SyncControl, ZeroModule, engines_in_graph, is_part
 from lightning_zero.fabric.objects import NamedObjects

@@ -40,12 +40,11 @@ from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.rank_states import gather_rank_states
 from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import open_on_all_ranks
-from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY
+from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY, full_optimizer_state
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.names import with_saved_names
-from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.strategy.averages import Averages, check_restorable
 from lightning_zero.strategy.engine_strategy import REGROUP_TIMEOUT, EngineStrategy, run_state
 from lightning_zero.strategy.finite import (
@@ -256,7 +255,7 @@ class CheckpointStrategy(EngineStrategy):
         self._synchronize("the state of an optimizer, for a checkpoint")
         if self._saves_shards:
             return self._saving.optimizer_state(optimizer, owner)
-        return optimizer_state_dict(optimizer, owner.buckets, is_recipient=self.is_global_zero)
+        return full_optimizer_state(optimizer, owner)
 
     @override
     def save_checkpoint(
@@ -430,7 +429,7 @@ class CheckpointStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
-        of_runs = ("_building", "_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
+        of_runs = ("_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
         renewed = {
             "_masters_to_load": {},
             "_loops": LockstepLoops(),

@@ -5,8 +5,7 @@ engine's steps around `training_step` and backward, and keeps ranks from waiting
 failed or has fewer batches.
 
 [Note: A run] State that the strategy holds:
-    before the engine   parameters that `configure_model` has built as shards, and the master
-                        parameters of a checkpoint that was opened
+    before the engine   the main parameters of a checkpoint that was opened
     during a run        the engine, and the averages of callbacks
     after a run         the closed engine of the last fit with its optimizers' shards, and the main
                         parameters on rank 0: a late save can still build full states from them,
@@ -18,7 +17,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -47,7 +46,7 @@ from lightning_zero._lightning.pytorch import (
     is_overridden,
 )
 from lightning_zero.checkpoint import load_masters, narrow_masters
-from lightning_zero.construction.building import Building, move_all_but_parameters
+from lightning_zero.construction.materialize import move_all_but_parameters
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.beginning import held_error
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
@@ -104,7 +103,6 @@ class EngineStrategy(ProcessStrategy):
         self._unshard_after_fit = unshard_after_fit
         self._loops = LockstepLoops()
         # See [Note: A run].
-        self._building: Building | None = None
         self._masters_to_load: Mapping[str, Tensor] = {}
         self._engine: Engine | None = None
         self._averages: Averages | None = None
@@ -197,8 +195,8 @@ class EngineStrategy(ProcessStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Context for `configure_model` and `Trainer.init_module`.
 
-        Empty modules are on the meta device. Others are on the device where they compute, except
-        modules that are sharded only later: these are on the CPU.
+        Empty modules are on the meta device. Others are on the device where they compute, as under
+        DDP; before a run, if parameters will be sharded, on the CPU.
         """
         device = self.root_device
         is_running = run_state(self.lightning_module).status == TrainerStatus.RUNNING
@@ -208,19 +206,6 @@ class EngineStrategy(ProcessStrategy):
             torch.device("meta") if empty_init else device,
             self.precision_plugin.tensor_init_context(),
         ):
-            yield
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Generator[None, None, None]:
-        """Context for `configure_model`: shards parameters as they are built, if that helps."""
-        on_cpu = self.root_device.type == "cpu"
-        helps = self.world_size > 1 or (self.config.offload_param is not None and not on_cpu)
-        if not helps or not self.config.states.shards_params:
-            yield
-            return
-        self._building = Building(self.root_device, self._timeout, watchdog=self._watched_by)
-        with self._building.track_parameters():
             yield
 
     # ---------------------------------------------------------------- set-up
@@ -236,18 +221,15 @@ class EngineStrategy(ProcessStrategy):
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self.model = self._with_synced_layers(trainer.lightning_module)
-        with self._wrapping_built_parameters():
-            self.model = self.precision_plugin.convert_module(self.model)
-            self.model_to_device()
-            if is_fitting:
-                self._forget_last_fit()
-                with ConstantStates():
-                    self.setup_optimizers(trainer)
-            if self._building is not None:
-                self._building.finalize()
-            if self._masters_to_load:
-                self._last_masters = {}
-            self._begin(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if is_fitting:
+            self._forget_last_fit()
+            with ConstantStates():
+                self.setup_optimizers(trainer)
+        if self._masters_to_load:
+            self._last_masters = {}
+        self._begin(trainer)
         self.setup_precision_plugin()
 
     def _forget_last_fit(self) -> None:
@@ -265,23 +247,6 @@ class EngineStrategy(ProcessStrategy):
             return module
         synced: Any = self._layer_sync.apply(module)
         return cast(LightningModule, synced)
-
-    @contextmanager
-    def _wrapping_built_parameters(self) -> Iterator[None]:
-        """Context for the set-up that wraps parameters built as shards, if any. Collective."""
-        building = self._building
-        if building is None:
-            yield
-            return
-        try:
-            with building.resharding():
-                yield
-        except BaseException:
-            building.abort()
-            raise
-        finally:
-            self._building = None
-        building.close()
 
     @override
     def model_to_device(self) -> None:
@@ -434,9 +399,6 @@ class EngineStrategy(ProcessStrategy):
         if self._engine is not None:
             self._end(self._engine)
         self._masters_to_load = {}
-        if self._building is not None:
-            self._building.abort()  # the run failed before its set-up
-            self._building = None
         if self._watchdog is not None:
             self._watchdog.finish()
         release_children()  # no collective follows

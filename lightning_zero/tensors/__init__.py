@@ -3,7 +3,6 @@
     buffer      `FlatBuffer`: memory of one bucket, with one view for each parameter
     freed       reads of freed memory: NaN or an error
     guarded     sharded parameters, which are unsharded when they are used
-    partial     parameters of a module that is being built
     lazy        `LazyTensor`: values that are read from a file when they are used
     shard_spec  elements of a parameter that each rank has
     sharded     `ShardedTensor`: `p.grad` and `p.data` of a sharded parameter

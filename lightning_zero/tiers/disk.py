@@ -33,7 +33,6 @@ __all__ = [
     "free_bytes",
     "locked_directory",
     "machine",
-    "mount_of",
     "remove_abandoned",
     "supports_o_direct",
 ]
@@ -198,18 +197,13 @@ def free_bytes(path: Path) -> int:
 
 def file_system_of(path: Path) -> str:
     """Returns the type of the file system of `path`, such as "ext4" or "tmpfs", or "unknown"."""
-    return mount_of(path)[0]
-
-
-def mount_of(path: Path) -> tuple[str, set[str]]:
-    """Returns the type of the file system of `path`, or "unknown", and its mount options."""
-    best, kind, options = "", "unknown", set[str]()
+    best, kind = "", "unknown"
     resolved = str(path.resolve())
     with contextlib.suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
-            _, mounted, this_kind, these, *_ = line.split(" ")
+            _, mounted, this_kind, *_ = line.split(" ")
             mounted = mounted.replace("\\040", " ")
             inside = mounted == "/" or f"{resolved}/".startswith(f"{mounted}/")
             if inside and len(mounted) >= len(best):
-                best, kind, options = mounted, this_kind, set(these.split(","))
-    return kind, options
+                best, kind = mounted, this_kind
+    return kind

@@ -1,21 +1,23 @@
 """Atomic replacement of checkpoint directories."""
 
 import errno
+import multiprocessing
 import os
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     StagedDirectory,
     atomic_write,
-    find_damage,
     recover,
     remove,
-    replace_atomically,
-    write_checksums,
+    temporary_path,
 )
+from lightning_zero.checkpoint.checksums import find_damage, write_checksums
+from lightning_zero.tiers.disk import machine
 
 
 def make(target, text):
@@ -23,19 +25,6 @@ def make(target, text):
     (draft.folder / "part").write_text(text)
     write_checksums(draft.folder, ["part"])
     return draft
-
-
-@pytest.fixture(params=[True, False], ids=["exchange", "two renames"])
-def exchanges(request, monkeypatch):
-    """Whether two names can be exchanged in one step; otherwise the old one is renamed first."""
-    if not request.param:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    return request.param
-
-
-@pytest.fixture
-def two_renames(monkeypatch):
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
 
 
 def test_the_target_appears_only_when_complete(tmp_path):
@@ -48,7 +37,7 @@ def test_the_target_appears_only_when_complete(tmp_path):
 
 
 @pytest.mark.parametrize("old", ["directory", "file", "link to a file", "link to a directory"])
-def test_any_existing_target_is_replaced(old, exchanges, tmp_path):
+def test_any_existing_target_is_replaced(old, tmp_path):
     target = tmp_path / "a.ckpt"
     other = tmp_path / "other"
     if old == "directory":
@@ -70,7 +59,7 @@ def test_any_existing_target_is_replaced(old, exchanges, tmp_path):
         assert (other / "part").read_text() == "other"
 
 
-def test_a_file_replaces_a_directory(exchanges, tmp_path):
+def test_a_file_replaces_a_directory(tmp_path):
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
     with atomic_write(target, 3) as file:
@@ -80,48 +69,48 @@ def test_a_file_replaces_a_directory(exchanges, tmp_path):
 
 
 def test_a_file_replaces_a_file_or_a_link_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "rename", lambda one, other: pytest.fail("the old one steps aside"))
+    monkeypatch.setattr(os, "rename", lambda source, goal: pytest.fail("the old one steps aside"))
     (tmp_path / "other").write_text("other")
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "other")
     for name in ("file", "link"):
-        (tmp_path / "new").write_text("new")
-        replace_atomically(tmp_path / "new", tmp_path / name)
+        with atomic_write(tmp_path / name, 3) as file:
+            file.write(b"new")
         assert (tmp_path / name).read_text() == "new"
         assert not (tmp_path / name).is_symlink()
     assert (tmp_path / "other").read_text() == "other"
     assert set(os.listdir(tmp_path)) == {"file", "link", "other"}
 
 
-def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(
-    two_renames, tmp_path, monkeypatch
-):
-    target = tmp_path / "a.ckpt"
-    make(target, "old").publish()
-    draft = make(target, "new")
+def _die_between_two_renames(target):
     replace = os.replace
 
     def stop(source, goal):
         if not goal.exists():
-            raise KeyboardInterrupt
+            os._exit(9)
         replace(source, goal)
 
-    monkeypatch.setattr(os, "replace", stop)
-    with pytest.raises(KeyboardInterrupt):
-        draft.publish()
-    monkeypatch.undo()
+    draft = make(target, "new")
+    os.replace = stop
+    draft.publish()
+
+
+def test_a_stop_between_two_renames_leaves_the_old_one_to_be_recovered(tmp_path):
+    target = tmp_path / "a.ckpt"
+    make(target, "old").publish()
+    process = multiprocessing.Process(target=_die_between_two_renames, args=(target,))
+    process.start()
+    process.join()
+    assert process.exitcode == 9
     assert not target.exists()
     recover(target)
     assert (target / "part").read_text() == "old"
     recover(target)
-    draft.discard()
     make(target, "newer").publish()
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(
-    two_renames, tmp_path, monkeypatch
-):
+def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(tmp_path, monkeypatch):
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
     draft, replace = make(target, "new"), os.replace
@@ -138,8 +127,29 @@ def test_the_old_one_is_restored_if_the_new_one_cannot_replace_it(
     assert (target / "part").read_text() == "old"
 
 
-def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(
-    two_renames, tmp_path, monkeypatch
+def test_a_reader_that_comes_between_two_renames_waits_for_the_second(tmp_path, monkeypatch):
+    target = tmp_path / "a.ckpt"
+    make(target, "old").publish()
+    draft, replace = make(target, "new"), os.replace
+    with ThreadPoolExecutor(1) as thread:
+        readers = []
+
+        def read_meanwhile(source, goal):
+            if not goal.exists():
+                readers.append(thread.submit(recover, target))
+                time.sleep(0.1)
+                assert not readers[0].done()
+            replace(source, goal)
+
+        monkeypatch.setattr(os, "replace", read_meanwhile)
+        draft.publish()
+        readers[0].result()
+    assert (target / "part").read_text() == "new"
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_reader_that_cannot_see_the_lock_and_puts_the_old_one_back_does_no_harm(
+    tmp_path, monkeypatch
 ):
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
@@ -149,7 +159,7 @@ def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(
     def read_meanwhile(source, goal):
         tries.append(goal.exists())
         if len(tries) == 2:
-            recover(target)
+            os.rename(temporary_path(target, "replaced"), target)
         replace(source, goal)
 
     monkeypatch.setattr(os, "replace", read_meanwhile)
@@ -159,34 +169,24 @@ def test_a_reader_that_puts_the_old_one_back_meanwhile_does_no_harm(
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
-def test_two_saves_to_one_path_at_a_time_both_end_well(exchanges, tmp_path):
+def _write_file(path):
+    with atomic_write(path, 3) as file:
+        file.write(b"new")
+
+
+@pytest.mark.parametrize("write", [StagedDirectory, _write_file, remove])
+def test_a_second_writer_gets_an_error_that_names_the_first_one(write, tmp_path):
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
-    one, other = make(target, "one"), make(target, "other")
-    for draft, text in ((one, "one"), (other, "other")):
-        draft.publish()
-        assert (target / "part").read_text() == text
-        assert find_damage(target) == []
+    first = make(target, "first")
+    match = rf"process {os.getpid()} on {machine()[0]} is saving to this path.*a\.ckpt"
+    with pytest.raises(OSError, match=match) as caught:
+        write(target)
+    assert caught.value.errno == errno.EBUSY
+    assert (target / "part").read_text() == "old"
+    first.publish()
+    assert (target / "part").read_text() == "first"
     assert os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_a_name_is_never_without_a_checkpoint_where_names_can_be_exchanged(tmp_path, monkeypatch):
-    target = tmp_path / "a.ckpt"
-    make(target, "old").publish()
-    draft, seen = make(target, "new"), []
-
-    def watched(function):
-        def call(*args, **options):
-            result = function(*args, **options)
-            seen.append((target / "part").read_text())
-            return result
-
-        return call
-
-    for owner, name in ((os, "rename"), (os, "fsync"), (atomic, "_exchange")):
-        monkeypatch.setattr(owner, name, watched(getattr(owner, name)))
-    draft.publish()
-    assert seen == ["new"] * 4  # exchange, two syncs, rename of the old one before its deletion
 
 
 def test_sha256sum_reads_the_checksums(tmp_path):

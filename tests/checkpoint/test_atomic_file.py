@@ -145,13 +145,18 @@ def test_leftovers_of_a_killed_writer_are_deleted_and_files_of_a_live_one_stay(t
     process = multiprocessing.Process(target=_write_endlessly, args=(path, is_at_work))
     process.start()
     assert is_at_work.wait(30)
-    write(path, b"one")
-    assert len(os.listdir(tmp_path)) == 2
+    write(tmp_path / "b.ckpt")
+    with pytest.raises(OSError, match=f"process {process.pid} on .* is saving to this path"):
+        write(path)
+    hidden = {f".a.ckpt.zero-{kind}" for kind in ("incomplete", "lock")}
+    assert set(os.listdir(tmp_path)) == {"a.ckpt", "b.ckpt", *hidden}
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    assert path.read_bytes() == b"one"
+    assert path.read_bytes() == b"old"
+    write(tmp_path / "b.ckpt")
+    assert set(os.listdir(tmp_path)) == {"a.ckpt", "b.ckpt"}
     write(path, b"two")
-    assert os.listdir(tmp_path) == ["a.ckpt"]
+    assert path.read_bytes() == b"two"
 
 
 def _write_again_and_again(path, number):

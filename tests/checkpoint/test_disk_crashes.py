@@ -9,7 +9,6 @@ from lightning.pytorch import Callback, seed_everything
 from torch.utils._pytree import tree_flatten_with_path
 
 from lightning_zero import OffloadConfig, newest_checkpoint, open_checkpoint
-from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import delete_leftovers
 from lightning_zero.checkpoint.source import find_damage
 from tests.support.disk_crashes import Recording, crashes, operations_in, read_tree, write_tree
@@ -60,10 +59,8 @@ class Saving(Callback):
             recording.save(Path(f"rank{trainer.global_rank}"))
 
 
-def _save_twice(rank, world_size, specs, folder, exchanges, names):
+def _save_twice(rank, world_size, specs, folder, names):
     """Saves once for each of `specs`, with different weights."""
-    if not exchanges:
-        atomic._exchange = lambda one, other: False
     for number, spec in enumerate(specs):
         if spec is None:
             continue
@@ -76,14 +73,14 @@ def _save_twice(rank, world_size, specs, folder, exchanges, names):
     return Path(f"rank{rank}").read_bytes()
 
 
-def _check_crashes(tmp_path, specs, *, exchanges=True, names=("a.ckpt", "a.ckpt"), num_random=3):
+def _check_crashes(tmp_path, specs, *, names=("a.ckpt", "a.ckpt"), num_random=3):
     """Records the save with `specs[1]` over that with `specs[0]`, and checks all crashes.
 
     Returns:
         Number of crashes.
     """
     folder = tmp_path / "top" / "run"
-    logs = run_ranks(2, _save_twice, specs, str(folder), exchanges, names, has_group=False)
+    logs = run_ranks(2, _save_twice, specs, str(folder), names, has_group=False)
     for rank, log in enumerate(logs):
         (tmp_path / f"log{rank}").write_bytes(log)
     before = tmp_path / "top" / "run-before"
@@ -124,23 +121,21 @@ FORMS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("before", "after", "exchanges"),
+    ("before", "after"),
     [
-        ("full", "full", True),
-        ("async", "async", True),
-        ("nvme", "nvme", True),
-        ("full", "sharded", True),
-        ("sharded", "full", True),
-        ("sharded", "sharded", False),
-        ("full", "async", False),
-        ("sharded", "full", False),
-        (None, "sharded", True),
-        (None, "full", True),
+        ("full", "full"),
+        ("async", "async"),
+        ("nvme", "nvme"),
+        ("full", "sharded"),
+        ("full", "async"),
+        ("sharded", "full"),
+        ("sharded", "sharded"),
+        (None, "sharded"),
+        (None, "full"),
     ],
 )
-def test_every_crash_of_every_save_leaves_the_old_or_the_new(before, after, exchanges, tmp_path):
-    specs = [FORMS.get(before), FORMS[after]]
-    _check_crashes(tmp_path, specs, exchanges=exchanges, num_random=8)
+def test_every_crash_of_every_save_leaves_the_old_or_the_new(before, after, tmp_path):
+    _check_crashes(tmp_path, [FORMS.get(before), FORMS[after]], num_random=8)
 
 
 @pytest.mark.slow

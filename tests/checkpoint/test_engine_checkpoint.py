@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_zero import full_state_dict, load_checkpoint, save_checkpoint
+from lightning_zero.checkpoint import states
+from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer
 from tests.support.loops import LossModule, assert_same_state, batch, build, engine_for
 from tests.support.ranks import run_ranks
@@ -170,3 +172,27 @@ def _save_to_nowhere(rank, world_size):
 
 def test_a_failed_save_raises_on_every_rank():
     run_ranks(2, _save_to_nowhere)
+
+
+def _save_without_memory(rank, world_size, stage, what):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], stage)
+    _train(engine, module, optimizer, rank, range(1))
+    num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+    states._MIN_CHECKED_BYTES = 1
+    free_bytes = num_bytes - 1 if what == "parameters" else num_bytes
+    states.available_memory_bytes = lambda: free_bytes if rank == 0 else 2**40
+    with pytest.raises(
+        RuntimeError, match=rf"the {what} of a full checkpoint take .* on rank 0"
+    ) as e:
+        save_checkpoint(engine, "full.ckpt")
+    assert "is_sharded=True" in str(e.value)
+    assert not os.path.exists("full.ckpt")
+    save_checkpoint(engine, "sharded.ckpt", is_sharded=True)
+    engine.close()
+
+
+@pytest.mark.parametrize("what", ["parameters", "optimizer states"])
+@pytest.mark.parametrize("stage", SHARDED_STAGE)
+def test_a_full_checkpoint_that_does_not_fit_into_memory_is_an_error_on_all_ranks(stage, what):
+    run_ranks(2, _save_without_memory, stage, what)

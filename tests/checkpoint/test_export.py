@@ -9,6 +9,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from lightning_zero.checkpoint import export as export_module
 from lightning_zero.checkpoint import load_weights, open_checkpoint
 from lightning_zero.checkpoint.export import plan_export
 from lightning_zero.checkpoint.source import find_damage
@@ -333,6 +334,17 @@ def test_an_error_while_reading_leaves_what_was_there(form, tmp_path):
         planned.write(tmp_path / "out", no_progress)
     assert (tmp_path / "out").read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_file_that_does_not_fit_into_memory_is_refused_with_formats_that_need_none(
+    tmp_path, monkeypatch
+):
+    state = {"w": LazyTensor.of((1000,), torch.float32, lambda start, stop: torch.zeros(0))}
+    planned = plan_export({"state_dict": state}, "ckpt")
+    monkeypatch.setattr(export_module, "available_memory_bytes", lambda: 3999)
+    with pytest.raises(ValueError, match=r"needs all tensors in memory, .*--format dcp, or"):
+        planned.write(tmp_path / "out", no_progress)
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture

@@ -113,13 +113,12 @@ def assert_same_weights(path, state):
 
 TARGETS = {
     "safetensors": ["--dtype", "bf16", "--max-shard-size", "1GiB"],
-    "ckpt": ["--format", "ckpt"],
     "dcp": ["--format", "dcp"],
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("source", "target"), [("ckpt", "safetensors"), ("dcp", "ckpt")])
+@pytest.mark.parametrize(("source", "target"), [("ckpt", "safetensors"), ("dcp", "dcp")])
 def test_a_checkpoint_of_340_mb_is_exported_in_160(source, target, tmp_path):
     state = write_checkpoint(SMALL, source, tmp_path / "source")
     found = export(tmp_path / "source", tmp_path / "out", *TARGETS[target])
@@ -130,9 +129,7 @@ def test_a_checkpoint_of_340_mb_is_exported_in_160(source, target, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    ("source", "target"), [("ckpt", "safetensors"), ("dcp", "ckpt"), ("ckpt", "dcp")]
-)
+@pytest.mark.parametrize(("source", "target"), [("dcp", "safetensors"), ("dcp", "dcp")])
 def test_a_checkpoint_of_1_b_parameters_is_exported_below_1_5_gib(source, target, tmp_path):
     write_checkpoint(LARGE, source, tmp_path / "source")
     found = export(tmp_path / "source", tmp_path / "out", *TARGETS[target])

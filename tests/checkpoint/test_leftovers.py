@@ -18,10 +18,11 @@ from lightning_zero.checkpoint.atomic import (
 )
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.comm.control import Channel
+from lightning_zero.tiers.disk import machine
 
 DAY = 24 * 3600
-OTHER_MACHINE = "othernode.0badb001.4242.0123abcd"
-OLD_ID = "0123abcd"  # of earlier versions
+HERE = " ".join((*machine(), "4242"))
+OTHER_MACHINE = "othernode 0badb001 4242"
 
 
 def save_directory(path):
@@ -33,20 +34,18 @@ def save_file(path):
         file.write(b"complete")
 
 
-def make_leftover(folder, kind, age, unique=None):
-    """A leftover of a process that died `age` seconds ago; with a lock if its ID is current.
+def make_leftover(folder, kind, age, holder=HERE):
+    """A leftover of a process that died `age` seconds ago; `holder` is the content of its lock.
 
     Its name has wildcard characters.
     """
-    path = temporary_path(Path(folder, "old [1].ckpt"), kind)
-    if unique is not None:
-        path = path.with_name(path.name.rpartition("-")[0] + f"-{unique}")
+    target = Path(folder, "old [1].ckpt")
+    path, lock = temporary_path(target, kind), temporary_path(target, "lock")
     path.mkdir()
-    files = [path / "__0_0.distcp"] + [path / "SHA256SUMS"] * (unique != OLD_ID)
-    for one in (*files, path):
-        if one != path:
-            one.touch()
-        os.utime(one, (time.time() - age, time.time() - age))
+    (path / "__0_0.distcp").touch()
+    lock.write_text(holder)
+    for file in (path / "__0_0.distcp", path, lock):
+        os.utime(file, (time.time() - age, time.time() - age))
     return path
 
 
@@ -58,55 +57,49 @@ def test_leftovers_of_a_killed_job_are_deleted_by_the_next_save_or_start(start, 
     process.start()
     process.join()
     make_leftover(tmp_path, "removed", age=0)
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 6
     alive = StagedDirectory(tmp_path / "b.ckpt")
     with atomic_write(tmp_path / "c.ckpt", 3) as file:
         start(tmp_path / "a.ckpt")
         left = {path.name for path in tmp_path.iterdir()} - {"a.ckpt"}
-        assert len(left) == 2
-        assert alive.folder.name in left
+        assert left == {f".{n}.ckpt.zero-{kind}" for n in "bc" for kind in ("incomplete", "lock")}
         file.write(b"new")
     alive.publish()
     assert {"b.ckpt", "c.ckpt"} <= set(os.listdir(tmp_path)) <= {"a.ckpt", "b.ckpt", "c.ckpt"}
 
 
 def _die_while_saving(folder):
-    StagedDirectory(folder / "a.ckpt").folder.joinpath("__0_0.distcp").touch()
+    draft = StagedDirectory(folder / "a.ckpt")
+    (draft.folder / "__0_0.distcp").touch()
     with atomic_write(folder / "b.ckpt", 3):
         os._exit(9)
 
 
-def of_unknown_kind(path):
-    return "fuse.unknown", set()
-
-
 @pytest.mark.parametrize(
-    ("unique", "mount", "goes_at_once"),
-    [
-        (None, of_unknown_kind, True),
-        (OTHER_MACHINE, of_unknown_kind, False),
-        (OTHER_MACHINE, lambda path: ("nfs4", {"rw", "local_lock=none"}), True),
-        (OTHER_MACHINE, lambda path: ("nfs", {"rw", "local_lock=all"}), False),
-        (OTHER_MACHINE, lambda path: ("lustre", {"rw", "localflock"}), False),
-        (OLD_ID, of_unknown_kind, False),
-    ],
+    ("holder", "goes_at_once"),
+    [(HERE, True), ("", True), (f"renamed {machine()[1]} 1", True), (OTHER_MACHINE, False)],
 )
-def test_without_shared_locks_leftovers_of_other_machines_stay_for_a_day(
-    unique, mount, goes_at_once, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(atomic, "mount_of", mount)
-    path = make_leftover(tmp_path, "incomplete", 0.9 * DAY, unique)
-    delete_leftovers(tmp_path)
-    assert path.exists() == (not goes_at_once)
+def test_leftovers_of_other_machines_stay_for_a_day(holder, goes_at_once, tmp_path):
+    path = make_leftover(tmp_path, "incomplete", 0.9 * DAY, holder)
+    for _ in range(2):
+        delete_leftovers(tmp_path)
+        assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
-    path = make_leftover(tmp_path, "incomplete", 1.1 * DAY, unique)
+    path = make_leftover(tmp_path, "incomplete", 1.1 * DAY, holder)
     (path / "__1_0.distcp").touch()
     delete_leftovers(tmp_path)
     assert path.exists() == (not goes_at_once)
     shutil.rmtree(path, ignore_errors=True)
-    path = make_leftover(tmp_path, "incomplete", 1.1 * DAY, unique)
+    make_leftover(tmp_path, "incomplete", 1.1 * DAY, holder)
     delete_leftovers(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_save_deletes_the_leftovers_of_another_machine_at_its_own_path(tmp_path):
+    path = make_leftover(tmp_path, "incomplete", 0, OTHER_MACHINE)
+    save_directory(tmp_path / "old [1].ckpt")
+    assert not path.exists()
+    assert os.listdir(tmp_path) == ["old [1].ckpt"]
 
 
 def test_without_locks_saves_succeed_and_leftovers_stay_for_a_day(tmp_path, monkeypatch):
@@ -115,35 +108,38 @@ def test_without_locks_saves_succeed_and_leftovers_stay_for_a_day(tmp_path, monk
 
     monkeypatch.setattr(atomic.fcntl, "flock", refuse)
     under_way = StagedDirectory(tmp_path / "a.ckpt")
-    save_directory(tmp_path / "a.ckpt")
+    save_directory(tmp_path / "c.ckpt")
     save_file(tmp_path / "b.ckpt")
     under_way.publish()
-    make_leftover(tmp_path, "incomplete", 0.9 * DAY)
+    path = make_leftover(tmp_path, "incomplete", 0.9 * DAY)
+    save_file(tmp_path / "b.ckpt")
+    assert path.exists()
+    shutil.rmtree(path)
     make_leftover(tmp_path, "incomplete", 1.1 * DAY)
-    delete_leftovers(tmp_path)
-    assert len(os.listdir(tmp_path)) == 3
+    save_file(tmp_path / "b.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "b.ckpt", "c.ckpt"]
 
 
-def test_a_directory_deleted_before_it_is_locked_is_created_again(tmp_path, monkeypatch):
-    is_held, calls = atomic._lock_new_file, []
+def test_a_lock_deleted_by_its_holder_meanwhile_is_made_again(tmp_path, monkeypatch):
+    flock, calls = atomic.fcntl.flock, []
 
-    def disturbed(lock, path):
-        calls.append(path)
+    def disturbed(descriptor, how):
+        calls.append(how)
         if len(calls) == 1:
-            delete_leftovers(tmp_path)  # another process
-        return is_held(lock, path)
+            temporary_path(tmp_path / "a.ckpt", "lock").unlink()  # another process
+        flock(descriptor, how)
 
-    for number, save in enumerate((save_directory, save_file)):
-        calls.clear()
-        monkeypatch.setattr(atomic, "_lock_new_file", disturbed)
-        save(tmp_path / f"{number}.ckpt")
-        assert len(calls) == 2
-    assert sorted(os.listdir(tmp_path)) == ["0.ckpt", "1.ckpt"]
+    monkeypatch.setattr(atomic.fcntl, "flock", disturbed)
+    draft = StagedDirectory(tmp_path / "a.ckpt")
+    with pytest.raises(OSError, match="is saving to this path"):
+        StagedDirectory(tmp_path / "a.ckpt")
+    draft.publish()
+    assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
 def test_a_replaced_checkpoint_is_restored_and_similar_names_stay(tmp_path):
-    names = {".old.ckpt.incomplete-mine", "old.removed-0123abcd", ".removed-0123abcd"}
-    for name in names | {".old.ckpt.replaced-0123abcd", ".new.ckpt.replaced-0123abcd", "new.ckpt"}:
+    names = {".old.ckpt.incomplete", "old.zero-removed", ".zero-removed", ".old.ckpt.lock"}
+    for name in names | {".old.ckpt.zero-replaced", ".new.ckpt.zero-replaced", "new.ckpt"}:
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, (0, 0))
     save_directory(tmp_path / "a.ckpt")
@@ -173,3 +169,12 @@ def test_an_error_of_writing_a_sharded_checkpoint_names_the_file_too(tmp_path, m
     with pytest.raises(OSError, match=r"Input/output error: '.*__0_0\.distcp'"):
         save.run()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_save_does_not_wait_for_a_save_to_another_path(tmp_path):
+    alive = StagedDirectory(tmp_path / "b.ckpt")
+    start = time.monotonic()
+    for number in range(10):
+        save_file(tmp_path / f"{number}.ckpt")
+    assert time.monotonic() - start < 2
+    alive.publish()

@@ -60,7 +60,7 @@ def test_what_is_incomplete_or_weights_alone_is_left_out(tmp_path):
 def test_a_checkpoint_renamed_by_a_killed_save_counts(tmp_path):
     save_full(tmp_path / "a.ckpt", 1)
     save_sharded(tmp_path / "b.ckpt", 2)
-    os.rename(tmp_path / "b.ckpt", tmp_path / ".b.ckpt.replaced-0123abcd")
+    os.rename(tmp_path / "b.ckpt", tmp_path / ".b.ckpt.zero-replaced")
     assert lightning_zero.newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
 
 

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import find_damage
+from lightning_zero.checkpoint.checksums import find_damage
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.strategy import saving
 from tests.support.fitting import arrays, make_trainer, run_once, settings
@@ -55,7 +55,7 @@ def _load_from(rank, world_size, path):
 
 
 def test_what_cannot_be_recovered_is_an_error_on_all_ranks(small_disk):
-    (small_disk / ".a.ckpt.replaced-00000000").mkdir()
+    (small_disk / ".a.ckpt.zero-replaced").mkdir()
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     errors = run_ranks(2, _load_from, str(small_disk / "a.ckpt"), has_group=False)
     assert errors == [errno.EROFS] * 2

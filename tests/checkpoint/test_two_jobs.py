@@ -22,24 +22,41 @@ NUMEL = 20_000
 
 
 def _save_again_and_again(rank, world_size, path, numbers, forms):
-    """Saves weights with the number of the save as values, half of them on each rank."""
+    """Saves weights with the number of the save as values, half of them on each rank.
+
+    Returns:
+        Errors, each of a save that the other job's has prevented; it is made again.
+    """
+    errors = []
     channel = Communicator(torch.device("cpu"), timeout=timedelta(seconds=60)).open_channel()
     half = NUMEL // world_size
     owned = range(rank * half, (rank + 1) * half)
     for number in numbers:
-        if forms == "both" and number % 2:
-            if rank == 0:
-                weights = torch.full((NUMEL,), float(number))
-                write_torch_file({"global_step": number, "state_dict": {"w": weights}}, path)
-            continue
+        while True:
+            try:
+                _save(rank, path, number, owned, channel, is_full=forms == "both" and number % 2)
+                break
+            except Exception as error:
+                if "is saving to this path" not in str(error):
+                    raise
+                errors.append(str(error))
+    return errors
 
-        def read(start, stop, number=number):
-            return torch.full((stop - start,), float(number))
 
-        shard = CheckpointShard.of("w", (NUMEL,), torch.float32, owned, read)
-        content = {"global_step": number, "state_dict": {"w": shard}}
-        with channel.session():
-            ShardedSave.prepare(content, path, {"w": shard}, channel).run()
+def _save(rank, path, number, owned, channel, *, is_full):
+    if is_full:
+        if rank == 0:
+            weights = torch.full((NUMEL,), float(number))
+            write_torch_file({"global_step": number, "state_dict": {"w": weights}}, path)
+        return
+
+    def read(start, stop):
+        return torch.full((stop - start,), float(number))
+
+    shard = CheckpointShard.of("w", (NUMEL,), torch.float32, owned, read)
+    content = {"global_step": number, "state_dict": {"w": shard}}
+    with channel.session():
+        ShardedSave.prepare(content, path, {"w": shard}, channel).run()
 
 
 def _open_repeatedly(path, has_ended):

@@ -91,7 +91,7 @@ def _close_after_abort(rank, world_size):
     else:
         time.sleep(4)
         with pytest.raises(RuntimeError):
-            comm.control.agree(0)
+            _run_round(comm)
         comm.close()
     return time.monotonic() - start
 
@@ -121,8 +121,13 @@ def test_a_shard_that_is_copied_to_the_device_is_recorded_with_its_name():
     assert sorted(spans, key=str) == [(Kind.ALL_GATHER, "a"), (Kind.TO_DEVICE, "a")]
 
 
+def _run_round(comm):
+    with comm.control.waiting("a round"):
+        comm.control.run_round([1], b"")
+
+
 CONTROL = {
-    "agree": lambda comm: comm.control.agree(1),
+    "run_round": _run_round,
     "union": lambda comm: comm.control.union([True, False]),
     "min_ints": lambda comm: comm.control.min_ints([1, 2, 3, 4, 5]),
     "gather_objects": lambda comm: comm.control.gather_objects("x"),
@@ -136,7 +141,7 @@ def _abort_before_each(rank, world_size, is_early):
     seconds = {}
     for name, call in CONTROL.items():
         comm = Communicator(torch.device("cpu"))
-        comm.control.agree(0)
+        _run_round(comm)
         time.sleep(0.1 if is_early == (rank != 1) else 0.0)
         start = time.monotonic()
         if rank != 1:

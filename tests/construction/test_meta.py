@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ from lightning.pytorch import seed_everything
 from torch import nn
 
 from examples.gpt import GPT, GPTConfig
-from lightning_zero import Engine, ZeroConfig, load_from_checkpoint, load_weights
+from lightning_zero import Engine, OffloadConfig, ZeroConfig, load_from_checkpoint, load_weights
 from lightning_zero.comm.communicator import Communicator
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer, settings
@@ -21,6 +24,7 @@ from tests.support.storage import live_storage_bytes
 
 CPU = torch.device("cpu")
 STAGES = [1, 2, 3]
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
 
 
 class Scale(nn.Module):
@@ -294,6 +298,71 @@ def test_one_unit_is_unsharded_at_a_time_beside_the_root():
         shards = 4 * (total - root) / 2
         assert peak < 1.01 * (shards + 4 * (root + block))
         assert peak < 0.75 * 4 * total
+
+
+WIDTH, NUM_BLOCKS = 1024, 72  # 288 MiB of parameters
+
+
+class Blocks(nn.Module):
+    """Square layers, one unit each."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_blocks))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def _step_on_nvme(module):
+    """Two steps with parameters, gradients and main parameters in files: engine and losses."""
+    tier = {"nvme_path": "swap", "buffer_count": 3, "buffer_size": 2**18}
+    config = ZeroConfig(
+        stage=3,
+        offload_param=OffloadConfig("nvme", **tier),
+        offload_optimizer=OffloadConfig("nvme", max_in_cpu_bytes=0, **tier),
+    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-5)
+    engine = Engine(module, [optimizer], config, device=CPU)
+    losses = []
+    for _ in range(2):
+        engine.zero_grad()
+        loss = module(torch.ones(1, WIDTH)).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    return engine, losses
+
+
+def _data_bytes():
+    """Writable private memory of this process, which RLIMIT_DATA bounds."""
+    (line,) = [t for t in Path("/proc/self/status").read_text().split("\n") if "VmData" in t]
+    return int(line.split()[1]) * 1024
+
+
+def _train_bounded(rank, world_size, bound):
+    Path("swap").mkdir(exist_ok=True)
+    # glibc keeps freed blocks of up to 32 MiB for itself unless this threshold is set.
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20) == 1
+    small, _ = _step_on_nvme(Blocks(2))
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    # The stacks of the engine's threads are not part of the bound.
+    resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + bound, hard))
+    small.close()
+    with pytest.raises(RuntimeError, match="memory"):
+        Blocks(NUM_BLOCKS)
+    engine, losses = _step_on_nvme(on_meta(lambda: Blocks(NUM_BLOCKS)))
+    engine.storage.close()  # `Engine.close` would bring all values into memory
+    return losses
+
+
+@pytest.mark.slow
+def test_a_model_of_three_times_the_memory_of_a_rank_builds_from_meta_and_trains():
+    bound = 4 * NUM_BLOCKS * WIDTH**2 // 3
+    for first, second in run_ranks(2, _train_bounded, bound, timeout_s=120):
+        assert second < first
 
 
 # ---------------------------------------------------------------- checkpoints

@@ -115,10 +115,6 @@ ATTRIBUTES = {
         "_cdata": "tensors that share memory",
         "_checkpoint_offset": "the place of a tensor in a file of torch.save",
     },
-    "a typed storage": {
-        "_untyped_storage": "files of torch.save",
-        "_pickle_storage_type": "files of torch.save",
-    },
     "torch._C": {
         "_functorch": "torch.func transforms, which are refused",
         "_storage_Use_Count": "whether a user holds memory",
@@ -208,6 +204,7 @@ OPTIONAL = {
 }
 # Of Python, of fsspec, and of named tuples.
 PYTHON = {"_current_frames", "_getframe", "_replace", "_make", "_fields", "_parent", "_exit"}
+PYTHON |= {"_Unpickler"}
 # Attributes that some models of transformers have, and a key of Hydra.
 OF_MODELS = {"_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_get_dtype_plan"}
 OF_MODELS |= {"_init_weights"}
@@ -234,7 +231,6 @@ def _owner(name):
         "a module": lambda: module,
         "a tensor": lambda: module.weight,
         "a storage": lambda: module.weight.untyped_storage(),
-        "a typed storage": lambda: module.weight.storage(),
         "torch._C": lambda: torch._C,
         "torch": lambda: torch,
         "torch.autograd": lambda: torch.autograd,

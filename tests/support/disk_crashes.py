@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint import atomic
-
 __all__ = ["Recording", "crashes", "operations_in", "read_tree", "write_tree"]
 
 Operation = tuple[Any, ...]  # time, verb, paths below the folder or contents
@@ -37,17 +35,9 @@ class Recording:
         self._operations: list[Operation] = []
         self._lock = threading.Lock()
         sys.addaudithook(self._on_event)  # it cannot be removed again
-        fsync, fdatasync, exchange = os.fsync, os.fdatasync, atomic._exchange
+        fsync, fdatasync = os.fsync, os.fdatasync
         os.fsync = lambda file: self._synced(file, fsync(file))
         os.fdatasync = lambda file: self._synced(file, fdatasync(file))
-
-        def exchanged(one: Path, other: Path) -> bool:
-            done = exchange(one, other)
-            if done:
-                self._note("exchange", self._below(one), self._below(other))
-            return done
-
-        atomic._exchange = exchanged
 
     def save(self, path: Path) -> None:
         """Writes the recorded operations, for `operations_in`."""
@@ -147,17 +137,14 @@ class _Disk:
         elif verb == "mkdir":
             if there is None:
                 self._change((folder, name, _Directory()))
-        elif verb in ("rename", "exchange"):
-            self._move(verb, folder, name, there, rest[0])
+        elif verb == "rename":
+            self._move(folder, name, there, rest[0])
         elif verb == "remove" or (verb == "rmdir" and there is not None and not there.names):
             self._change((folder, name, None))
 
-    def _move(self, verb: str, folder: _Directory, name: str, there: Any, path: str) -> None:
+    def _move(self, folder: _Directory, name: str, there: Any, path: str) -> None:
         other, new = self._at(os.path.dirname(path)), os.path.basename(path)
         old = other.names.get(new)
-        if verb == "exchange":
-            self._change((folder, name, old), (other, new, there))
-            return
         is_in_the_way = old is not None and (
             bool(getattr(old, "names", None))
             or isinstance(old, _Directory) != isinstance(there, _Directory)
