@@ -42,7 +42,6 @@ The buckets of an average (engine/shadow.py) are used by `gathered` and checkpoi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -288,7 +287,12 @@ class Bucket:
             self.wait_for_step()
         if self.phase is not Phase.UNSHARDING:
             return
-        assert self._pending is not None
+        if self._pending is None:
+            raise RuntimeError(
+                f"parameter {self.plan.layout.slots[0].name} is used within the step of its "
+                "optimizer, which steps copies of the parameters, or after one that was "
+                "interrupted; load a checkpoint into a new module."
+            )
         self._pending.wait()
         self._pending = None
         set_plain_data(self.parameters, self.unsharded_params.views)
@@ -488,13 +492,6 @@ class Bucket:
             if not isinstance(attempt(self.reshard), ValueError):
                 break
         return errors
-
-    def finish_step(self) -> None:
-        """Waits until a worker has stepped this bucket, and warns if that step failed. Local."""
-        try:
-            self.wait_for_step()
-        except RuntimeError as error:
-            warnings.warn(f"{error}; some of its parameters may have been stepped.", stacklevel=2)
 
     def _drop_pending(self) -> bool:
         """Drops an all-gather whose group is gone; returns whether there was one."""

@@ -466,7 +466,11 @@ class StepCoordinator:
         self._recorder.discard_open_spans()
         errors: list[Exception] = []
         for bucket in self._buckets:
-            bucket.finish_step()
+            try:
+                bucket.wait_for_step()
+            except RuntimeError as failure:
+                text = f"{failure}; some of its parameters may have been stepped."
+                errors.append(RuntimeError(text))
         is_caught = error is None or isinstance(error, Exception)
         if is_caught and not has_regrouped and not self._comm.can_regroup:
             try:

@@ -476,13 +476,13 @@ class Engine:
     def reset(self) -> None:
         """Reshards all buckets after an exception and drops gradients. Local.
 
-        In this order: the worker ends its steps; the optimizers leave their step, and the ranks
-        their loop; then `StepCoordinator.reset`.
+        In this order: the worker ends its steps; the ranks leave their loop; then
+        `StepCoordinator.reset`.
         """
-        self._leave_step()
+        self._leave_loop()
         self.coordinator.reset(sys.exc_info()[1])  # called where a user handles an exception
 
-    def _leave_step(self) -> None:
+    def _leave_loop(self) -> None:
         self.worker.drain()  # it waits for no rank, and uses the present groups
         self.reload_states()
         self.lockstep.reset()
@@ -501,7 +501,7 @@ class Engine:
             Whether all ranks called this before the deadline. If not, collectives are no longer
             possible.
         """
-        self._leave_step()
+        self._leave_loop()
         if not self.comm.regroup(deadline, error):
             return False
         self.coordinator.reset(has_regrouped=True)

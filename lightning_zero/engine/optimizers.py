@@ -26,6 +26,7 @@ from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.known import known_elementwise
 from lightning_zero.optim.probe import (
     CannotShardError,
+    NotItsGroupsError,
     ProbeResult,
     StepKind,
     is_assumed_elementwise,
@@ -34,7 +35,7 @@ from lightning_zero.optim.probe import (
 )
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
-from lightning_zero.optim.step import OptimizerStep, check_full_tensors
+from lightning_zero.optim.step import OptimizerStep, check_full_tensors, check_own_step
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -44,7 +45,12 @@ __all__ = ["AttachedOptimizers", "as_optimizers", "check_and_probe"]
 
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    """Returns the user's optimizer or optimizers as a list; a TypeError for anything else."""
+    """Returns the user's optimizer or optimizers as a list.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: `step` of an optimizer has been replaced; see `check_own_step`.
+    """
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -57,6 +63,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
                 f"{type(optimizer).__name__} has no param_groups, so it cannot step shards of "
                 "parameters; if it wraps another optimizer, pass that one."
             )
+        check_own_step(optimizer)
     return optimizers
 
 
@@ -85,6 +92,8 @@ def check_and_probe(
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
             found &= probe(optimizer, torch.device("cpu"))  # it steps there, too
+    except NotItsGroupsError:
+        raise
     except CannotShardError:
         if is_sharded:
             raise
@@ -135,6 +144,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def attach(self, optimizer: Optimizer) -> None:
         """Checks, compares and adds an optimizer: see `Engine.attach`. Collective."""
         with failing_together("begin", gather=self._comm.control.gather_objects):
+            check_own_step(optimizer)
             found = self._check_and_probe(optimizer)
             check_full_tensors(optimizer, found)
             names = {

@@ -17,7 +17,8 @@ used. Every chunk gets a copy of all other states (a step counter).
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,7 +278,9 @@ class ChunkStep:
             parameter, state = stepped.parameter, stepped.state
             if self.bucket_step.is_in_chunks:
                 self._store_chunk_of_state(index, part, stepped)
-            elif state and self._state.get(parameter) is not state:  # it is new
+            elif not state:
+                self._state.pop(parameter, None)  # the optimizer may have deleted it
+            elif self._state.get(parameter) is not state:  # it is new
                 self._state[parameter] = state
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
             if self._shards.keeps_states_in_files and not self.bucket_step.is_in_chunks:
@@ -357,7 +360,9 @@ class ChunkStep:
                 _write(buffer[part.start - start : part.stop - start], value)
             else:  # created in this step
                 shards.state_store(key, value.dtype).write(part.start, value)
-        if stepped.state and (not own or part.stop == own.stop):
+        if not stepped.state:
+            self._state.pop(parameter, None)
+        elif not own or part.stop == own.stop:
             self._state[parameter] = {
                 key: new[key] if key in new else shards.state_view(index, key)
                 for key in stepped.state
@@ -370,13 +375,13 @@ class StepCall:
     Attributes:
         steps: Steps of the chunks; several only if none of them has files.
         ranges: Ranges of the files that pass through a buffer.
-        num_ended: Number of buckets of which these are the last chunks.
+        ended: Buckets of which these are the last chunks.
     """
 
-    def __init__(self, steps: Sequence[ChunkStep], num_ended: int) -> None:
+    def __init__(self, steps: Sequence[ChunkStep], ended: Sequence[Bucket]) -> None:
         self.steps = steps
         self.ranges: list[FileRange] = [part for step in steps for part in step.chunk.ranges]
-        self.num_ended = num_ended
+        self.ended = ended
 
     def start_load(self) -> None:
         """Starts to copy or collect what is not on the device of the step."""
@@ -388,24 +393,26 @@ class StepCall:
         for step in self.steps:
             step.discard()
 
-    def run(self, clone: OptimizerClone, views: list[Tensor]) -> None:
-        """Loads, steps and stores the chunks.
-
-        Args:
-            clone: Copy of the optimizer's settings.
-            views: Buffers (uint8) of `ranges`.
-        """
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Context of the call, for profilers and the recorder; without autograd."""
         first, last = (self.steps[n].bucket_step.bucket for n in (0, -1))
         name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
         is_host = self.steps[0].bucket_step.device.type == "cpu"
         span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
         with record_function(f"zero::step {name}"), span, torch.no_grad():
-            slices = [part for step in self.steps for part in step.load(views)]
-            clone.step(slices)
-            for step in self.steps:
-                step.start_store()
-            for step in self.steps:
-                step.store()
+            yield
+
+    def load(self, views: list[Tensor]) -> list[Slice]:
+        """Returns the slices to step. `views`: buffers (uint8) of `ranges`."""
+        return [part for step in self.steps for part in step.load(views)]
+
+    def store(self) -> None:
+        """Writes stepped values and states to their stores. Collective with full tensors."""
+        for step in self.steps:
+            step.start_store()
+        for step in self.steps:
+            step.store()
 
 
 def calls_of(work: Sequence[Sequence[ChunkStep]], *, is_joint: bool) -> list[StepCall]:
@@ -425,7 +432,10 @@ def calls_of(work: Sequence[Sequence[ChunkStep]], *, is_joint: bool) -> list[Ste
             calls.append([step])
             numel = own_numel
     ends = {steps[-1] for steps in work}
-    return [StepCall(steps, len(ends.intersection(steps))) for steps in calls]
+    return [
+        StepCall(steps, [step.bucket_step.bucket for step in steps if step in ends])
+        for steps in calls
+    ]
 
 
 def _shares_call(last: ChunkStep, step: ChunkStep, numel: int) -> bool:

@@ -45,7 +45,13 @@ __all__ = [
 ]
 
 # Attributes that a copy has for itself.
-_OWN = {"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_HOOKS = {
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+}
+_OWN = {"state", "param_groups", *_HOOKS}
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -69,11 +75,10 @@ def copy_of(
     copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
     for name in list(copy.__dict__):
         if callable(getattr(type(optimizer), name, None)):
-            del copy.__dict__[
-                name
-            ]  # a wrapper, such as a scheduler's `step`, bound to the original
-    copy._optimizer_step_pre_hooks = OrderedDict()
-    copy._optimizer_step_post_hooks = OrderedDict()
+            # a wrapper, such as a scheduler's `step`, bound to the original
+            del copy.__dict__[name]
+    for name in _HOOKS:
+        setattr(copy, name, OrderedDict())
     copy.state = defaultdict(dict)
     copy.param_groups = groups
     return copy
@@ -130,11 +135,11 @@ def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def raw_step(optimizer: Optimizer, **arguments: Any) -> None:
+def raw_step(optimizer: Optimizer, **arguments: Any) -> Any:
     """Calls the step function of the class without torch's wrapper, which calls hooks."""
     step = type(optimizer).step
     step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    step(optimizer, **arguments)
+    return step(optimizer, **arguments)
 
 
 def enter_training(optimizer: Optimizer) -> None:
@@ -237,11 +242,14 @@ class OptimizerClone:
             except Exception as error:
                 self.error = error
 
-    def _absent(self, slices: Sequence[Slice]) -> list[Slice]:
-        """Empty slices of what this rank does not step: groups stay complete."""
-        missing = self.group_of.keys() - {part.parameter for part in slices}
-        ordered = [parameter for parameter in self.group_of if parameter in missing]
-        return [Slice(parameter, torch.empty(0), None, {}) for parameter in ordered]
+    def _completed(self, slices: Sequence[Slice]) -> list[Slice]:
+        """One slice for each parameter, in the order of the groups; empty if it is not stepped."""
+        empty = slices[0].data.new_empty(0) if slices else torch.empty(0)
+        given = {part.parameter: part for part in slices}
+        return [
+            given[parameter] if parameter in given else Slice(parameter, empty, None, {})
+            for parameter in self.group_of
+        ]
 
     def _step(self, slices: Sequence[Slice]) -> None:
         is_on_cpu = any(part.data.device.type == "cpu" for part in slices)
@@ -250,7 +258,7 @@ class OptimizerClone:
         copy = copy_of(self.optimizer, groups, attributes)
         stand_ins: list[nn.Parameter] = []
         if self.is_joint:
-            slices = [*slices, *self._absent(slices)]
+            slices = self._completed(slices)
         for part in slices:
             stand_in = nn.Parameter(part.data)
             if not part.parameter.__dict__.keys() <= ENGINE_ATTRIBUTES:

@@ -27,6 +27,7 @@ from lightning_zero.optim.probe_run import ProbeRun, Way, are_same
 
 __all__ = [
     "CannotShardError",
+    "NotItsGroupsError",
     "ProbeResult",
     "StepKind",
     "check_takes_dense",
@@ -44,6 +45,10 @@ _CLIPPED_AT = 1.0  # suggested bound if the option is not a number
 
 class CannotShardError(ValueError):
     """An optimizer whose step depends on all tensors at once."""
+
+
+class NotItsGroupsError(CannotShardError):
+    """An optimizer that steps other parameters than those in its groups."""
 
 
 class StepKind(Enum):
@@ -82,14 +87,7 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
         ValueError: Its step needs a closure, or fails on the small tensors.
     """
     check_takes_dense(optimizer)
-    inner = _find_inner(optimizer)
-    if inner is not None:
-        name = type(optimizer).__name__
-        raise refusal(
-            optimizer,
-            f"it wraps another optimizer ({inner}), which steps the parameters itself, so a probe "
-            f"of {name} does not see that step",
-        )
+    _check_steps_its_groups(optimizer)
     known_reason = refusal_reason(type(optimizer))
     if known_reason is not None:
         raise refusal(optimizer, known_reason)
@@ -106,6 +104,7 @@ def probe_assumed(optimizer: Optimizer, config: ZeroConfig, device: torch.device
     It may be called once for each bucket only if its class is named, and a probe allows it.
     """
     check_takes_dense(optimizer)
+    _check_steps_its_groups(optimizer)
     kind = StepKind.AT_ONCE
     if not isinstance(config.assume_elementwise, bool):
         with suppress(ValueError):
@@ -204,7 +203,7 @@ class _Probe:
             full = self._run()
             if not full.equals(start):
                 return full
-        raise refusal(
+        raise _not_its_groups(
             self._optimizer,
             f"a copy of it does not move the parameters in its groups in {num_steps} steps",
         )
@@ -330,6 +329,21 @@ def _find_inner(optimizer: Optimizer) -> str | None:
             if isinstance(inner, Optimizer):
                 return f"{type(inner).__name__}, in its attribute {name!r}"
     return None
+
+
+def _check_steps_its_groups(optimizer: Optimizer) -> None:
+    inner = _find_inner(optimizer)
+    if inner is not None:
+        reason = f"it wraps another optimizer ({inner}), which steps the parameters itself"
+        raise _not_its_groups(optimizer, reason)
+
+
+def _not_its_groups(optimizer: Optimizer, reason: str) -> NotItsGroupsError:
+    return NotItsGroupsError(
+        f"optimizer {type(optimizer).__name__} cannot be stepped, in any stage: {reason}, but the "
+        "engine steps copies of an optimizer, with this rank's shards in their groups. Use the "
+        'optimizer that it wraps, another one such as AdamW, or Trainer(strategy="ddp").'
+    )
 
 
 def refusal(optimizer: Optimizer, reason: str) -> CannotShardError:

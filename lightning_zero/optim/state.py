@@ -33,7 +33,6 @@ from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.optim.clone import (
     copy_back,
     copy_of,
-    other_states,
     parameters_of,
     probe_state,
     settings_of,
@@ -98,9 +97,10 @@ def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
 def packed_options(optimizer: Optimizer) -> dict[str, Any]:
     """Result of `optimizer.state_dict()` without states of parameters. Local."""
     before_access(optimizer)
-    packer = copy_of(optimizer, optimizer.param_groups)
-    packer.state.update(other_states(optimizer))
-    return type(optimizer).state_dict(packer)
+    packed: dict[str, Any] = type(optimizer).state_dict(optimizer)
+    numbers = set(_parameter_ids(optimizer).values())
+    packed["state"] = {k: v for k, v in packed["state"].items() if k not in numbers}
+    return packed
 
 
 def optimizer_state_dict(
@@ -148,6 +148,8 @@ def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any
             "of full tensors on every rank. engine.optimizer_state(optimizer), and in Fabric "
             "optimizer.state_dict(), return it on rank 0 and an empty dict on the other ranks."
         )
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        state_dict = hook(optimizer, {**state_dict}) or state_dict
     parameters = parameters_of(optimizer)
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters, strict=False))
@@ -170,6 +172,8 @@ def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any
     for number, entry in entries.items():
         if by_number[number] in in_files:
             _load_into_files(by_number[number], entry, keys, raw_states(optimizer))
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
 
 
 def _load_sliced(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

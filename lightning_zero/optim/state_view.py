@@ -138,12 +138,15 @@ class StateView(MutableMapping[Any, Any]):
         del self.raw[parameter]
 
     def __contains__(self, parameter: object) -> bool:
+        self.before_access()
         return parameter in self.raw
 
     def __iter__(self) -> Iterator[Any]:
+        self.before_access()
         return iter(self.raw)
 
     def __len__(self) -> int:
+        self.before_access()
         return len(self.raw)
 
     def get(self, key: Any, default: Any = None) -> Any:

@@ -28,16 +28,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import deque
+import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import zip_longest
 from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket
@@ -55,7 +55,7 @@ from lightning_zero.optim.state_view import StateView, as_plain_dicts, raise_par
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["OptimizerStep", "check_full_tensors"]
+__all__ = ["OptimizerStep", "check_full_tensors", "check_own_step"]
 
 _METHODS = ("train", "eval")  # see [Note: Methods of optimizers]
 
@@ -70,6 +70,10 @@ class OptimizerStep:
         reducer: Reducer that has the buckets and their gradients.
         storage: Stores of the buckets.
         worker: Worker thread for overlapped steps; None: no overlap.
+
+    Attributes:
+        optimizer: The user's optimizer.
+        is_detached: Whether the optimizer has its own methods again.
     """
 
     def __init__(
@@ -92,10 +96,10 @@ class OptimizerStep:
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         self._view = StateView(optimizer.state, self._before_access)
         self.optimizer.state = cast("Any", self._view)
-        self._is_detached = False
+        self.is_detached = False
         self._former_step = vars(optimizer).get("step")  # of a scheduler
         self._replaced = {
-            "step": _between_hooks(optimizer, self._step),
+            "step": _between_hooks(optimizer, partial(_step, weakref.ref(self))),
             "state_dict": self._state_dict,
             "load_state_dict": self._load_state_dict,
             **{name: partial(self._run_method, name) for name in _METHODS if _has(optimizer, name)},
@@ -113,7 +117,7 @@ class OptimizerStep:
         state: Any = self.optimizer.state
         if state is self._view:
             self.optimizer.state = self._view.raw
-        self._is_detached = True
+        self.is_detached = True
 
     # ---------------------------------------------------------------- states
 
@@ -152,11 +156,9 @@ class OptimizerStep:
 
     # ---------------------------------------------------------------- the step
 
-    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Replaces the optimizer's `step`. Collective, as in data parallel."""
-        if self._is_detached:  # a wrapper that was put around this method remains
-            return raw_step(optimizer, **({} if closure is None else {"closure": closure}))
-        loss = None
+        optimizer, loss = self.optimizer, None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -171,11 +173,11 @@ class OptimizerStep:
         clone = self._clone(closure, loss)
         try:
             for some, worker in self._divide(buckets):
-                self._run(clone, some, worker)
+                self._step_buckets(clone, some, worker)
         except Exception:
             self._reducer.note_failed_step()
             raise
-        self._end(buckets)
+        self._after_step(buckets)
         return loss
 
     def _clone(self, closure: object, loss: Any) -> OptimizerClone:
@@ -212,7 +214,7 @@ class OptimizerStep:
         """The buckets that are stepped at once, and those that a worker steps.
 
         The forward of stage 3 communicates, so there the worker does not: the order would differ
-        between ranks. What needs collectives is stepped at once.
+        between ranks.
         """
         at_once, overlapped = list[Bucket](), list[Bucket]()
         for bucket in buckets:
@@ -221,7 +223,7 @@ class OptimizerStep:
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
         return [(at_once, None), (overlapped, self._worker)] if overlapped else [(at_once, None)]
 
-    def _run(
+    def _step_buckets(
         self,
         clone: OptimizerClone,
         buckets: Sequence[Bucket],
@@ -238,11 +240,12 @@ class OptimizerStep:
             has_grads: Whether the call uses gradients.
         """
         uses_files = any(bucket.plan.tiers.optim is Tier.NVME for bucket in buckets)
-        for bucket in buckets[:1] if worker is None and (uses_files or clone.is_joint) else ():
-            bucket.wait_for_all_steps()  # of another optimizer, which may use the same buffers
+        if buckets and worker is None and (uses_files or clone.is_joint):
+            # The worker of another optimizer uses the same buffers; its all-gathers come first.
+            buckets[0].wait_for_all_steps()
         steps = [BucketStep(bucket, clone, has_grads=has_grads) for bucket in buckets]
         loop = StepLoop(self._storage.device, steps)
-        begun = deque[Bucket]()
+        begun = list[Bucket]()
         try:
             work = []
             for step in steps:
@@ -250,17 +253,17 @@ class OptimizerStep:
                 begun.append(step.bucket)
                 work.append(step.chunks())
             calls = calls_of(work, is_joint=clone.is_joint)
-            run = partial(_run_calls, calls, clone, self._storage, loop, begun)
+            run = partial(_step_calls, calls, clone, self._storage, loop, begun)
             if worker is not None:
                 worker.submit(loop, run)
             else:
                 run()
         except BaseException as error:
             loop.fail(error)  # a reset waits for the end of the loop
-            _end_failed(begun)
+            _end_unstepped(begun)
             raise
 
-    def _end(self, buckets: Sequence[Bucket]) -> None:
+    def _after_step(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             bucket.sync_aliases()
         self._reducer.after_step()
@@ -306,8 +309,8 @@ class OptimizerStep:
         method = partial(_call, name, args, kwargs)
         clone = OptimizerClone(self.optimizer, method, is_joint=True)
         with failing_together(f"run {call}", gather=lockstep.gather_objects):
-            self._run(clone, buckets, has_grads=False)
-        self._end(buckets)
+            self._step_buckets(clone, buckets, has_grads=False)
+        self._after_step(buckets)
         return clone.result
 
     # ---------------------------------------------------------------- changed options and groups
@@ -345,12 +348,12 @@ class OptimizerStep:
         return members
 
 
-def _run_calls(
+def _step_calls(
     calls: Sequence[StepCall],
     clone: OptimizerClone,
     storage: Storage,
     loop: StepLoop,
-    begun: deque[Bucket],
+    begun: list[Bucket],
 ) -> None:
     """The loop of a step. See [Note: One step of the user's optimizer].
 
@@ -358,7 +361,7 @@ def _run_calls(
         calls: Calls of the optimizer, in order.
         clone: Copy of the optimizer's settings.
         storage: Stores of the buckets.
-        loop: Tells other threads which buckets are stepped.
+        loop: Counts the buckets that are stepped, for other threads.
         begun: Buckets of the calls, whose step has begun. Each is removed when its step ends.
     """
     in_files = [call.ranges for call in calls if call.ranges]
@@ -372,29 +375,31 @@ def _run_calls(
         for call, following in zip_longest(calls, calls[1:]):
             if following is not None:
                 following.start_load()  # overlaps this call
-            if call.ranges:
-                with storage.pipeline.buffer() as views:
-                    call.run(clone, views)
-            else:
-                call.run(clone, [])
-            for _ in range(call.num_ended):
-                begun.popleft().end_step()
+            buffer: AbstractContextManager[list[Tensor]]
+            buffer = storage.pipeline.next_job() if call.ranges else nullcontext([])
+            with buffer as views, call.recorded():
+                slices = call.load(views)
+                clone.step(slices)  # keeps an exception: other ranks wait for what follows
+                call.store()
+            for bucket in call.ended:
+                begun.remove(bucket)
+                bucket.end_step()  # issues the all-gather, where parameters are replicated
                 if clone.error is None:
                     loop.advance()
     except BaseException:
         for call in calls:
             call.discard()
-        _end_failed(begun)
+        _end_unstepped(begun)
         raise
     if clone.error is not None:
         raise clone.error
 
 
-def _end_failed(begun: deque[Bucket]) -> None:
+def _end_unstepped(begun: list[Bucket]) -> None:
     """Issues the all-gathers after a step that failed: ranks where it has not wait for them."""
     while begun:
         with suppress(Exception):  # the groups are gone
-            begun.popleft().end_step()
+            begun.pop(0).end_step()
 
 
 def _evaluated(loss: Any, name: str) -> Callable[[], Any]:
@@ -421,11 +426,26 @@ def _has(optimizer: Optimizer, name: str) -> bool:
     return callable(getattr(type(optimizer), name, None))
 
 
-def _between_hooks(optimizer: Optimizer, run: Callable[..., Any]) -> MethodType:
-    """A method that calls `run(optimizer, closure)` between the hooks of `optimizer.step`.
+def _step(
+    attached: weakref.ref[OptimizerStep],
+    optimizer: Optimizer,
+    closure: Callable[[], Any] | None = None,
+) -> Any:
+    """Calls `OptimizerStep.step`, or after the end of the engine the step of the class.
+
+    A scheduler that was made in between wraps this function for ever.
+    """
+    step = attached()
+    if step is not None and not step.is_detached:
+        return step.step(closure)
+    return raw_step(optimizer, **({} if closure is None else {"closure": closure}))
+
+
+def check_own_step(optimizer: Optimizer) -> None:
+    """Checks that `step` of the object is that of its class, or a scheduler's.
 
     Raises:
-        ValueError: `step` of the object has been replaced, other than by a scheduler of torch.
+        ValueError: It has been replaced, and the engine would not call the replacement.
     """
     former = vars(optimizer).get("step")
     if former is not None and not hasattr(former, "_wrapped_by_lr_sched"):
@@ -434,6 +454,11 @@ def _between_hooks(optimizer: Optimizer, run: Callable[..., Any]) -> MethodType:
             f"{name}.step has been replaced by {getattr(former, '__qualname__', former)} before "
             "the engine was built, which would not call it any more; replace it afterwards."
         )
+
+
+def _between_hooks(optimizer: Optimizer, run: Callable[..., Any]) -> MethodType:
+    """A method that calls `run(optimizer, closure)` between the hooks of `optimizer.step`."""
+    former = vars(optimizer).get("step")
     hooked = functools.update_wrapper(Optimizer.profile_hook_step(run), type(optimizer).step)
     marks = {key: value for key, value in vars(former or run).items() if key != "__wrapped__"}
     vars(hooked).update(marks)

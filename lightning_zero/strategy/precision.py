@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero._lightning.fabric import Optimizable
@@ -135,11 +135,6 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     ) -> Any:
         if self.scaler is None:
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
-        if isinstance(optimizer, LBFGS):
-            raise ValueError(
-                "LBFGS evaluates its closure several times, which a loss scaler does not support; "
-                "use precision='bf16-mixed'."
-            )
         result = closure()
         if result is None and model.automatic_optimization:
             self._after_closure(model, optimizer)  # training_step returned None: no gradients

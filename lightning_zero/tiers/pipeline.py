@@ -127,7 +127,7 @@ class Pipeline:
         self._waiting = iter(())
 
     def begin(self, jobs: Sequence[Job]) -> None:
-        """Begins to read the ranges of `jobs`, for which `buffer` is called in this order."""
+        """Begins to read the ranges of `jobs`, for which `next_job` is called in this order."""
         self._check(jobs)
         begun = [list(slot.ranges) for slot in self._loaded]
         if begun != [list(job) for job in jobs[: len(begun)]]:
@@ -140,7 +140,7 @@ class Pipeline:
             raise
 
     @contextmanager
-    def buffer(self) -> Iterator[list[Tensor]]:
+    def next_job(self) -> Iterator[list[Tensor]]:
         """Context of the next job: its ranges in a buffer, one uint8 view each.
 
         After it, nothing may use the views, not even a copy on a CUDA stream; writes may be in

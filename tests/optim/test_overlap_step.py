@@ -169,7 +169,7 @@ def _fails(rank, world_size, stage, ends):
         engine.close()
 
 
-@pytest.mark.filterwarnings("ignore:the optimizer step of")
+@pytest.mark.filterwarnings("ignore:after an exception")
 @pytest.mark.parametrize("ends", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_failed_step_is_raised_at_the_next_forward_or_at_the_end(stage, ends):

@@ -142,6 +142,8 @@ ATTRIBUTES = {
     "an operator": {"_schema": DISPATCH},
     "an optimizer": {
         **dict.fromkeys(("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"), HOOKS),
+        "_optimizer_load_state_dict_pre_hooks": HOOKS,
+        "_optimizer_load_state_dict_post_hooks": HOOKS,
         **dict.fromkeys(("_opt_called", "step._wrapped_by_lr_sched"), "schedulers"),
     },
     "torch.distributed": {

@@ -28,7 +28,7 @@ def increment(pipeline, file, num_jobs=8):
     jobs = [[FileRange(file, n * size, size, True)] for n in range(num_jobs)]
     pipeline.begin(jobs)
     for _ in jobs:
-        with pipeline.buffer() as views:
+        with pipeline.next_job() as views:
             views[0].add_(1)
 
 

@@ -23,7 +23,7 @@ def run(pipeline, jobs, *functions):
     """Runs jobs with a function of the views for each; one for all if there is one."""
     pipeline.begin(jobs)
     for number in range(len(jobs)):
-        with pipeline.buffer() as views:
+        with pipeline.next_job() as views:
             functions[number % len(functions)](views)
 
 

@@ -235,7 +235,7 @@ class ProbeRun:
             group["params"] = parameters
         for tensor in self.tensors.values():
             tensor.grad = None
-        raw_step(self.clone)  # without gradients, as after the pre-hook, it must not do anything
+        raw_step(self.clone)  # without gradients, it must not do anything
 
     def _draw(self, kind: _Kind) -> Tensor:
         drawn = torch.randn(kind.shape, generator=self._generator)

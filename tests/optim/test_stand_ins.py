@@ -1,0 +1,174 @@
+"""What the user's optimizer sees of the steps of its copies, on two ranks, against plain torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, ZeroConfig
+from lightning_zero.optim.probe import NotItsGroupsError
+from tests.support.warm import run_ranks
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(*(nn.Linear(6, 6) for _ in range(3)))
+
+
+class ByPosition(torch.optim.SGD):
+    """Finds the rate of a parameter by its place in the group; counts its calls."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for number, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.01 * (number + 1))
+
+
+class Restarting(torch.optim.SGD):
+    """Counts the steps of a parameter, and begins again after every third."""
+
+    num_calls = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.num_calls += 1
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.grad is not None:
+                self.state[p]["n"] = self.state[p].get("n", 0) + 1
+                p.sub_(p.grad, alpha=0.01 * self.state[p]["n"])
+                if self.state[p]["n"] == 3:
+                    del self.state[p]
+
+
+def _train(net, optimizer, engine, rank):
+    for number in range(7):
+        net[1].requires_grad_(number % 2 == 0)
+        x = torch.linspace(-1, 1, 24).view(4, 6) * (1 + number)
+        if engine is None:
+            net(x).square().mean().backward()
+        else:
+            engine.backward(net(x[2 * rank : 2 * rank + 2]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _trained(rank, world_size, stage, kind, assumed):
+    net = Net()
+    optimizer = kind(net.parameters(), lr=0.1)
+    config = ZeroConfig(stage=stage, assume_elementwise=assumed, reduce_bucket_size=50)
+    engine = Engine(net, [optimizer], config)
+    _train(net, optimizer, engine, rank)
+    engine.close()
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("assumed", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", [ByPosition, Restarting])
+def test_groups_keep_their_order_and_deleted_states_stay_deleted(kind, stage, assumed):
+    net = Net()
+    optimizer = kind(net.parameters(), lr=0.1)
+    _train(net, optimizer, None, None)
+    for found in run_ranks(2, _trained, stage, kind, assumed):
+        torch.testing.assert_close(found, list(net.parameters()), rtol=1e-5, atol=1e-6)
+
+
+def _wrapped_before(rank, world_size):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    own_step = optimizer.step
+    optimizer.step = lambda *args: own_step(*args)
+    with pytest.raises(ValueError, match=r"SGD.step has been replaced by .*lambda.*afterwards"):
+        Engine(net, [optimizer], ZeroConfig(stage=3))
+    del optimizer.step
+    engine = Engine(net, [optimizer], ZeroConfig(stage=3))
+    calls, own_step = [], optimizer.step
+    optimizer.step = lambda *args: (calls.append(1), own_step(*args))
+    engine.backward(net(torch.ones(2, 6)).sum())
+    optimizer.step()
+    engine.close()
+    assert calls == [1]
+    assert type(optimizer.state) is not dict
+
+
+def test_a_step_that_is_replaced_before_the_engine_is_an_error_that_changes_nothing():
+    run_ranks(2, _wrapped_before)
+
+
+def _after_close(rank, world_size):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=3))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    engine.backward(net(torch.ones(2, 6)).sum())
+    optimizer.step()
+    scheduler.step()
+    bucket = weakref.ref(engine.buckets[0])
+    engine.close()
+    del engine
+    gc.collect()
+    assert bucket() is None
+    before = net[0].weight.detach().clone()
+    net(torch.ones(2, 6)).sum().backward()
+    assert optimizer.step(lambda: "loss") == "loss"
+    assert not torch.equal(net[0].weight, before)
+
+
+def test_a_scheduler_made_after_the_engine_keeps_nothing_of_it():
+    run_ranks(1, _after_close)
+
+
+def _with_hooks(rank, world_size):
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    seen = []
+    engine = Engine(net, [optimizer], ZeroConfig(stage=3))
+    engine.backward(net(torch.ones(2, 6)).sum())
+    optimizer.step()
+    optimizer.register_state_dict_post_hook(lambda own, state: seen.append(own))
+    optimizer.register_load_state_dict_pre_hook(lambda own, state: seen.append(own))
+    optimizer.register_load_state_dict_post_hook(seen.append)
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: seen.append(own))
+    optimizer.register_step_post_hook(lambda own, args, kwargs: seen.append(own))
+    optimizer.load_state_dict(optimizer.state_dict())
+    engine.backward(net(torch.ones(2, 6)).sum())
+    optimizer.step()
+    engine.optimizer_state(optimizer)
+    assert len(seen) == 6
+    assert all(own is optimizer for own in seen)
+    engine.close()
+
+
+def test_hooks_get_the_users_optimizer():
+    run_ranks(1, _with_hooks)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps another optimizer, like Lookahead."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def _refuse_wrapper(rank, world_size):
+    for options in ({}, {"assume_elementwise": True}):
+        net = Net().bfloat16()
+        optimizer = Around(torch.optim.SGD(net.parameters(), lr=0.1))
+        with pytest.raises(NotItsGroupsError, match=r"Around .* in any stage: it wraps another"):
+            Engine(net, [optimizer], ZeroConfig(stage=0, **options))
+
+
+def test_an_optimizer_around_another_one_is_refused_in_stage_0_too():
+    run_ranks(1, _refuse_wrapper)
