@@ -35,7 +35,7 @@ from lightning_zero.optim.probe import (
 )
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
-from lightning_zero.optim.step import OptimizerStep, check_full_tensors, check_own_step
+from lightning_zero.optim.step import OptimizerStep, check_full_tensors, check_own_methods
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -49,7 +49,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
     Raises:
         TypeError: It is something else.
-        ValueError: `step` of an optimizer has been replaced; see `check_own_step`.
+        ValueError: `step` of an optimizer has been replaced; see `check_own_methods`.
     """
     optimizers = [given] if isinstance(given, Optimizer) else list(given)
     for optimizer in optimizers:
@@ -63,7 +63,7 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
                 f"{type(optimizer).__name__} has no param_groups, so it cannot step shards of "
                 "parameters; if it wraps another optimizer, pass that one."
             )
-        check_own_step(optimizer)
+        check_own_methods(optimizer)
     return optimizers
 
 
@@ -144,7 +144,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def attach(self, optimizer: Optimizer) -> None:
         """Checks, compares and adds an optimizer: see `Engine.attach`. Collective."""
         with failing_together("begin", gather=self._comm.control.gather_objects):
-            check_own_step(optimizer)
+            check_own_methods(optimizer)
             found = self._check_and_probe(optimizer)
             check_full_tensors(optimizer, found)
             names = {

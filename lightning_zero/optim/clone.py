@@ -6,9 +6,8 @@ the key of its state. To step what this rank has of a parameter, perhaps in a wo
 whose members are stand-ins: new parameters over a slice or a full tensor, with its gradient and its
 state. So the user's parameters never point at what is stepped.
 
-Where one call steps a part of the parameters, it changes no setting: every call sees those of the
-beginning. Where one call steps all of them, what it changes in groups and attributes, such as a
-counter of its calls, is copied back.
+Every call sees the settings and attributes of the beginning of the step. What it sets in groups and
+attributes is copied back. An optimizer that counts its calls there gets one call for all.
 
 [Note: Asynchronous copies of scalars] The scale of a loss scaler, or a learning rate that is a
 tensor, is on the device. The fused steps of torch copy such a scalar to the CPU asynchronously and
@@ -20,14 +19,17 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.optim.known import unhooked
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.tensors.guarded import ENGINE_ATTRIBUTES, attributes_of
 
@@ -36,6 +38,7 @@ __all__ = [
     "Slice",
     "copy_of",
     "enter_training",
+    "fresh_copy",
     "other_states",
     "parameters_of",
     "probe_state",
@@ -73,15 +76,32 @@ def copy_of(
     """
     copy: Optimizer = object.__new__(type(optimizer))
     copy.__dict__.update(optimizer.__dict__ if attributes is None else attributes)
-    for name in list(copy.__dict__):
+    for name, value in list(copy.__dict__.items()):
         if callable(getattr(type(optimizer), name, None)):
             # a wrapper, such as a scheduler's `step`, bound to the original
             del copy.__dict__[name]
+        elif isinstance(value, MethodType) and value.__self__ is optimizer:
+            copy.__dict__[name] = MethodType(value.__func__, copy)
     for name in _HOOKS:
         setattr(copy, name, OrderedDict())
     copy.state = defaultdict(dict)
     copy.param_groups = groups
     return copy
+
+
+def fresh_copy(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """As `copy_of`, with copies of all attributes, such as counters: its steps leave no trace.
+
+    An attribute that cannot be copied is shared; parameters are.
+    """
+    made = copy_of(optimizer, groups)
+    shared: dict[int, Any] = {id(p): p for p in parameters_of(optimizer)}
+    shared[id(optimizer)] = shared[id(made)] = made
+    for name, value in list(vars(made).items()):
+        if name not in _OWN:
+            with suppress(Exception), torch.no_grad():
+                vars(made)[name] = deepcopy(value, shared)
+    return made
 
 
 def settings_of(group: Mapping[str, Any], *, copies: bool = True) -> dict[str, Any]:
@@ -137,9 +157,7 @@ def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def raw_step(optimizer: Optimizer, **arguments: Any) -> Any:
     """Calls the step function of the class without torch's wrapper, which calls hooks."""
-    step = type(optimizer).step
-    step = getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
-    return step(optimizer, **arguments)
+    return unhooked(type(optimizer).step)(optimizer, **arguments)
 
 
 def enter_training(optimizer: Optimizer) -> None:
@@ -161,7 +179,7 @@ def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[st
     parameter = nn.Parameter(values)
     parameter.grad = torch.ones_like(parameter)
     settings = settings_of(optimizer.param_groups[group])
-    copy = copy_of(optimizer, [{**settings, "params": [parameter]}])
+    copy = fresh_copy(optimizer, [{**settings, "params": [parameter]}])
     with torch.random.fork_rng(devices=[]):  # the step may use random numbers
         enter_training(copy)
         try:
@@ -271,12 +289,13 @@ class OptimizerClone:
             groups[self.group_of[part.parameter]]["params"].append(stand_in)
         if self.is_joint:
             copy.state.update(other_states(self.optimizer))
-        self.result = self._call(copy)
+        given = dict(vars(copy))
+        result = self._call(copy)
+        self.result = self.optimizer if result is copy else result
         for part, stand_in in zip(slices, stand_ins, strict=True):
             state = copy.state.get(stand_in, {})
             if state is not part.state:
                 part.replace_state(state)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
-        if self.is_joint:
-            copy_back(self.optimizer, copy, all_settings, attributes)
+        copy_back(self.optimizer, copy, all_settings, given)

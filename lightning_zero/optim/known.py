@@ -9,9 +9,13 @@ tensors.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
-__all__ = ["known_elementwise", "refusal_reason"]
+__all__ = ["known_elementwise", "refusal_reason", "unhooked"]
+
+_HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
 
 # Class names by top-level package. `python -m tests.tools.optimizers` checks them.
 _ELEMENTWISE = {
@@ -94,16 +98,18 @@ def known_elementwise(kind: type[Optimizer]) -> bool | None:
         found = _KNOWN.get((parent.__module__.partition(".")[0], parent.__name__))
         if found is not None:
             names = (n for n in own if hasattr(parent, n) and not n.startswith("__"))
-            is_same = all(_function(kind, name) is _function(parent, name) for name in names)
+            is_same = all(
+                unhooked(getattr(kind, name)) is unhooked(getattr(parent, name)) for name in names
+            )
             return found if is_same else None
         own |= vars(parent).keys()
     return None
 
 
-def _function(kind: type[Optimizer], name: str) -> object:
-    """An attribute of a class, without the wrapper that torch puts around the `step` of each."""
-    function = getattr(kind, name)
-    return function.__wrapped__ if getattr(function, "hooked", False) else function
+def unhooked(function: Any) -> Any:
+    """A function, without the wrapper that torch puts around the `step` of each class."""
+    is_hooked = getattr(function, "__code__", None) is _HOOKED
+    return function.__wrapped__ if is_hooked else function
 
 
 def refusal_reason(kind: type[Optimizer]) -> str | None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
-from lightning_zero.optim.clone import copy_of, enter_training, raw_step, settings_of
+from lightning_zero.optim.clone import enter_training, fresh_copy, raw_step, settings_of
 
 __all__ = ["ProbeRun", "Way", "are_same"]
 
@@ -210,8 +212,6 @@ def _is_shaped(optimizer: Optimizer, key: str, parameter: nn.Parameter) -> bool:
 
 def _fresh_copy(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
     """A copy without parameters; see [Note: Only a copy is stepped]."""
-    own = {"param_groups", "state"}
-    attributes = {k: _fresh(v) for k, v in vars(optimizer).items() if k not in own}
     groups = []
     for group in optimizer.param_groups:
         settings = copy.deepcopy(settings_of(group))
@@ -219,26 +219,12 @@ def _fresh_copy(optimizer: Optimizer, options: Mapping[str, Any]) -> Optimizer:
             lr = settings["lr"]
             settings["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
         groups.append({**settings, "params": []})
-    for settings in (*groups, attributes.get("defaults", {})):
+    made = fresh_copy(optimizer, groups)
+    for settings in (*groups, vars(made).get("defaults", {})):
         settings.update({key: value for key, value in options.items() if key in settings})
-    made = copy_of(optimizer, groups, attributes)
-    others = {k: _fresh(v) for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
-    made.state.update(others)
+    others = {k: v for k, v in optimizer.state.items() if not isinstance(k, Tensor)}
+    made.state.update(copy.deepcopy(others))
     return made
-
-
-def _fresh(value: Any) -> Any:
-    """Copies containers in `value`, and tensors of one element."""
-    if isinstance(value, (dict, list, tuple, set)):
-        with torch.no_grad():
-            return tree_map(_fresh_leaf, copy.copy(value))
-    return _fresh_leaf(value)
-
-
-def _fresh_leaf(value: Any) -> Any:
-    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.numel() <= 1:
-        return value.clone()
-    return copy.copy(value) if isinstance(value, set) else value
 
 
 def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
@@ -257,14 +243,19 @@ def _numbers_of(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Copies of the numbers in `value`."""
-    kinds = (bool, int, float, complex, Tensor)
-    numbers = (leaf for leaf in tree_leaves(value) if isinstance(leaf, kinds))
-    return [
-        leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-        for leaf in numbers
-        if not isinstance(leaf, nn.Parameter)
-    ]
+    """Copies of the numbers in `value`; of objects that may count, their pickles."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, (nn.Parameter, nn.Module, str, type)) or callable(leaf):
+            continue
+        if isinstance(leaf, Tensor):
+            leaves.append(leaf.detach().clone())
+        elif isinstance(leaf, (bool, int, float, complex)):
+            leaves.append(leaf)
+        elif leaf is not None:
+            with suppress(Exception):
+                leaves.append(pickle.dumps(leaf))
+    return leaves
 
 
 def are_same(one: Any, other: Any) -> bool:

@@ -125,11 +125,19 @@ def optimizer_state_dict(
             state[ids[parameter]][key] = joined.to("cpu", copy=True)
     if not is_recipient:
         return {}
+    own_of = {ids[member]: own[member] for member in ids.keys() & own.keys()}
     packed["state"] |= {
-        number: {key: v.cpu() if isinstance(v, Tensor) else v for key, v in state[number].items()}
+        number: {key: _to_cpu(v, own_of.get(number, {})) for key, v in state[number].items()}
         for number in sorted(state)
     }
     return packed
+
+
+def _to_cpu(value: object, own: Mapping[str, Any]) -> object:
+    """`value` on the CPU; a copy if it is one of the optimizer's `own` values, which change."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.to("cpu", copy=any(value is other for other in own.values()))
 
 
 def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:

@@ -55,7 +55,7 @@ from lightning_zero.optim.state_view import StateView, as_plain_dicts, raise_par
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["OptimizerStep", "check_full_tensors", "check_own_step"]
+__all__ = ["OptimizerStep", "check_full_tensors", "check_own_methods"]
 
 _METHODS = ("train", "eval")  # see [Note: Methods of optimizers]
 
@@ -178,7 +178,7 @@ class OptimizerStep:
             self._reducer.note_failed_step()
             raise
         self._after_step(buckets)
-        return loss
+        return clone.result if self._is_joint else loss
 
     def _clone(self, closure: object, loss: Any) -> OptimizerClone:
         """Copy of the optimizer's settings for a step, and the closure that has been called."""
@@ -430,30 +430,41 @@ def _step(
     attached: weakref.ref[OptimizerStep],
     optimizer: Optimizer,
     closure: Callable[[], Any] | None = None,
+    **others: Any,
 ) -> Any:
     """Calls `OptimizerStep.step`, or after the end of the engine the step of the class.
 
     A scheduler that was made in between wraps this function for ever.
-    """
-    step = attached()
-    if step is not None and not step.is_detached:
-        return step.step(closure)
-    return raw_step(optimizer, **({} if closure is None else {"closure": closure}))
-
-
-def check_own_step(optimizer: Optimizer) -> None:
-    """Checks that `step` of the object is that of its class, or a scheduler's.
 
     Raises:
-        ValueError: It has been replaced, and the engine would not call the replacement.
+        TypeError: There are other arguments than a closure.
     """
-    former = vars(optimizer).get("step")
-    if former is not None and not hasattr(former, "_wrapped_by_lr_sched"):
-        name = type(optimizer).__name__
-        raise ValueError(
-            f"{name}.step has been replaced by {getattr(former, '__qualname__', former)} before "
-            "the engine was built, which would not call it any more; replace it afterwards."
+    step = attached()
+    if step is None or step.is_detached:
+        given = {} if closure is None else {"closure": closure}
+        return raw_step(optimizer, **given, **others)
+    if others:
+        raise TypeError(
+            f"{type(optimizer).__name__}.step() takes only a closure while an engine steps it, got "
+            f"{', '.join(others)}; set options in param_groups instead."
         )
+    return step.step(closure)
+
+
+def check_own_methods(optimizer: Optimizer) -> None:
+    """Checks that the methods that the engine replaces are those of the class, or a scheduler's.
+
+    Raises:
+        ValueError: One has been replaced, and the engine would not call the replacement.
+    """
+    for name in ("step", "state_dict", "load_state_dict", *_METHODS):
+        former = vars(optimizer).get(name)
+        if former is not None and not hasattr(former, "_wrapped_by_lr_sched"):
+            raise ValueError(
+                f"{type(optimizer).__name__}.{name} has been replaced by "
+                f"{getattr(former, '__qualname__', former)} before the engine was built, which "
+                "would not call it any more; replace it afterwards, or override it in a subclass."
+            )
 
 
 def _between_hooks(optimizer: Optimizer, run: Callable[..., Any]) -> MethodType:

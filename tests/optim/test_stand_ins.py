@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.optim.probe import NotItsGroupsError
+from lightning_zero.strategy.announce import announce
 from tests.support.warm import run_ranks
 
 
@@ -101,6 +104,74 @@ def _wrapped_before(rank, world_size):
 
 def test_a_step_that_is_replaced_before_the_engine_is_an_error_that_changes_nothing():
     run_ranks(2, _wrapped_before)
+
+
+class Restored(torch.optim.SGD):
+    """Has counters of all kinds, and an override that looks like the parent's."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.counts, self.history, self.numbers = {"n": 0}, [], itertools.count()
+        self.total, self.phase, self.scaled = torch.zeros(3), "warm", self._scaled
+
+    def _scaled(self, grad):
+        return grad * (1 + 0.01 * self.counts["n"])
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure=None):
+        self.counts["n"] += 1
+        self.history.append(next(self.numbers))
+        self.total.add_(1)
+        self.phase = "main"
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.grad.copy_(self.scaled(p.grad).sign())
+        super().step()
+        return self.counts["n"]
+
+    def train(self):
+        return self
+
+
+def _counted(rank, world_size, stage):
+    net, options = Net(), {"assume_elementwise": ["Restored"]} if stage == 3 else {}
+    optimizer = Restored(net.parameters(), lr=0.1)
+    config = ZeroConfig(stage=stage, reduce_bucket_size=50, **options)
+    engine = Engine(net, [optimizer], config)
+    announce(engine, num_micro_batches=1)
+    for number in range(3):
+        engine.backward(net(torch.ones(2, 6)).square().mean())
+        assert optimizer.step() == number + 1
+        optimizer.zero_grad()
+        assert optimizer.train() is optimizer
+    found = [optimizer.counts, optimizer.history, optimizer.total.tolist(), optimizer.phase]
+    assert found == [{"n": 3}, [0, 1, 2], [3.0] * 3, "main"]
+    with pytest.raises(TypeError, match=r"Restored.step\(\) takes only a closure .* got scale"):
+        optimizer.step(scale=2)
+    assert optimizer.scaled.__self__ is optimizer
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_attributes_change_as_often_as_the_user_steps(stage):
+    run_ranks(2, _counted, stage)
+
+
+def _snapshot(rank, world_size):
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    engine = Engine(net, [optimizer], ZeroConfig(stage=1))
+    for _ in range(2):
+        saved = engine.optimizer_state(optimizer)
+        engine.backward(net(torch.ones(2, 6)).sum())
+        optimizer.step()
+    assert not saved or {float(s["step"]) for s in saved["state"].values()} == {1.0}
+    engine.close()
+
+
+def test_a_saved_state_does_not_change_with_later_steps():
+    run_ranks(2, _snapshot)
 
 
 def _after_close(rank, world_size):
