@@ -396,8 +396,11 @@ class StepCall:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Context of the call, for profilers and the recorder; without autograd."""
-        first, last = (self.steps[n].bucket_step.bucket for n in (0, -1))
+        first, last = self.steps[0].bucket_step.bucket, self.steps[-1].bucket_step.bucket
         name = first.plan.name if first is last else f"{first.plan.name} to {last.plan.name}"
+        clone = self.steps[0].bucket_step.clone
+        if clone.is_joint:
+            name = type(clone.optimizer).__name__
         is_host = self.steps[0].bucket_step.device.type == "cpu"
         span = first.shards.storage.recorder.span(Kind.STEP, name, on_host=is_host)
         with record_function(f"zero::step {name}"), span, torch.no_grad():

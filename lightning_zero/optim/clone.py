@@ -243,6 +243,8 @@ class OptimizerClone:
         for index, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], index))
         self._call = call
+        # The last copy, with its settings and attributes before the call.
+        self._stepped: tuple[Optimizer, list[dict[str, Any]], dict[str, Any]] | None = None
         self._groups = [settings_of(group, copies=not is_joint) for group in optimizer.param_groups]
         self._attributes = dict(optimizer.__dict__)
 
@@ -259,6 +261,11 @@ class OptimizerClone:
                 self._step(slices)
             except Exception as error:
                 self.error = error
+
+    def finish(self) -> None:
+        """After the last call: copies back what it has set in groups and attributes."""
+        if self._stepped is not None:
+            copy_back(self.optimizer, *self._stepped)
 
     def _completed(self, slices: Sequence[Slice]) -> list[Slice]:
         """One slice for each parameter, in the order of the groups; empty if it is not stepped."""
@@ -296,6 +303,8 @@ class OptimizerClone:
             state = copy.state.get(stand_in, {})
             if state is not part.state:
                 part.replace_state(state)
+            if stand_in.__dict__:  # attributes that the step has set
+                part.parameter.__dict__.update(stand_in.__dict__)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
-        copy_back(self.optimizer, copy, all_settings, given)
+        self._stepped = copy, all_settings, given

@@ -19,6 +19,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
@@ -336,6 +337,11 @@ def _check_steps_its_groups(optimizer: Optimizer) -> None:
     if inner is not None:
         reason = f"it wraps another optimizer ({inner}), which steps the parameters itself"
         raise _not_its_groups(optimizer, reason)
+    for name, value in vars(optimizer).items():
+        has_keys = isinstance(value, dict) and name != "state"
+        if has_keys and any(isinstance(key, Tensor) for key in value):
+            reason = f"its attribute {name!r} has parameters as keys (use self.state[parameter])"
+            raise _not_its_groups(optimizer, reason)
 
 
 def _not_its_groups(optimizer: Optimizer, reason: str) -> NotItsGroupsError:

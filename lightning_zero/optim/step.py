@@ -393,6 +393,7 @@ def _step_calls(
         raise
     if clone.error is not None:
         raise clone.error
+    clone.finish()
 
 
 def _end_unstepped(begun: list[Bucket]) -> None:
@@ -457,6 +458,9 @@ def check_own_methods(optimizer: Optimizer) -> None:
     Raises:
         ValueError: One has been replaced, and the engine would not call the replacement.
     """
+    state: Any = optimizer.state
+    if isinstance(state, StateView):
+        return  # another engine has replaced them, which is an error of its own
     for name in ("step", "state_dict", "load_state_dict", *_METHODS):
         former = vars(optimizer).get(name)
         if former is not None and not hasattr(former, "_wrapped_by_lr_sched"):

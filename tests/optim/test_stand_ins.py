@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.optim.probe import NotItsGroupsError
+from lightning_zero.optim.probe import NotItsGroupsError, probe
 from lightning_zero.strategy.announce import announce
 from tests.support.warm import run_ranks
 
@@ -125,6 +125,7 @@ class Restored(torch.optim.SGD):
         self.phase = "main"
         with torch.no_grad():
             for p in self.param_groups[0]["params"]:
+                p.num_steps = getattr(p, "num_steps", 0) + 1
                 if p.grad is not None:
                     p.grad.copy_(self.scaled(p.grad).sign())
         super().step()
@@ -150,6 +151,7 @@ def _counted(rank, world_size, stage):
     with pytest.raises(TypeError, match=r"Restored.step\(\) takes only a closure .* got scale"):
         optimizer.step(scale=2)
     assert optimizer.scaled.__self__ is optimizer
+    assert {p.num_steps for p in net.parameters()} == {3}
     engine.close()
 
 
@@ -222,6 +224,15 @@ def test_hooks_get_the_users_optimizer():
     run_ranks(1, _with_hooks)
 
 
+class Keyed(torch.optim.SGD):
+    """Has a rate for each parameter."""
+
+    def __init__(self, parameters, lr):
+        parameters = list(parameters)
+        self.rates = dict.fromkeys(parameters, 0.5)
+        super().__init__(parameters, lr)
+
+
 class Around(torch.optim.Optimizer):
     """Steps another optimizer, like Lookahead."""
 
@@ -239,6 +250,12 @@ def _refuse_wrapper(rank, world_size):
         optimizer = Around(torch.optim.SGD(net.parameters(), lr=0.1))
         with pytest.raises(NotItsGroupsError, match=r"Around .* in any stage: it wraps another"):
             Engine(net, [optimizer], ZeroConfig(stage=0, **options))
+
+
+def test_an_optimizer_with_parameters_as_keys_of_an_attribute_is_refused():
+    optimizer = Keyed(Net().parameters(), lr=0.1)
+    with pytest.raises(NotItsGroupsError, match=r"Keyed .* its attribute 'rates' has param"):
+        probe(optimizer, torch.device("cpu"))
 
 
 def test_an_optimizer_around_another_one_is_refused_in_stage_0_too():
