@@ -435,7 +435,7 @@ def _step(
 ) -> Any:
     """Calls `OptimizerStep.step`, or after the end of the engine the step of the class.
 
-    A scheduler that was made in between wraps this function for ever.
+    A scheduler that was made in between keeps this function in its wrapper.
 
     Raises:
         TypeError: There are other arguments than a closure.
