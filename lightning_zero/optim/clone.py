@@ -143,8 +143,10 @@ def _copy_back(own: dict[str, Any], changed: Mapping[str, Any], given: Mapping[s
     for key, value in changed.items():
         if key not in given or value is not given[key]:
             own[key] = value
-        elif isinstance(value, Tensor) and value is not own[key] and value._version:
-            own[key].copy_(value)  # a copy on the CPU of the user's scalar
+        elif isinstance(value, Tensor) and value._version:
+            scalar = own.get(key)  # a loss scaler deletes its scale after `step`
+            if scalar is not None and scalar is not value:  # `value` is a copy on the CPU
+                scalar.copy_(value)
 
 
 def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -264,8 +266,9 @@ class OptimizerClone:
 
     def finish(self) -> None:
         """After the last call: copies back what it has set in groups and attributes."""
-        if self._stepped is not None:
-            copy_back(self.optimizer, *self._stepped)
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None:
+            copy_back(self.optimizer, *stepped)
 
     def _completed(self, slices: Sequence[Slice]) -> list[Slice]:
         """One slice for each parameter, in the order of the groups; empty if it is not stepped."""
