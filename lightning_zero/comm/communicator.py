@@ -78,7 +78,6 @@ class Communicator:
     rank: int  # in the world
     size: int  # number of ranks of the world
     mesh: Mesh  # ranks that share shards with this one, and ranks that hold the same shard
-    can_regroup: bool  # after an exception on one rank, all ranks call `regroup` or exit
     recorder: Recorder  # records the collectives and transfers of this process
     control: GlooControlPlane
 
@@ -114,7 +113,6 @@ class Communicator:
         self._groups: list[Any] = []  # `_group`, shard and replica groups, in order of destruction
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
-        self._is_aborted = False  # this rank has called `abort`
         self._is_disconnected = False  # no collective is possible
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
@@ -125,7 +123,6 @@ class Communicator:
             watchdog = Watchdog(name, rank=self.rank, size=self.size)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
-        self.can_regroup = watchdog.can_regroup
         self.control = GlooControlPlane(
             self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
         )
@@ -354,6 +351,7 @@ class Communicator:
             yield
         except BaseException as error:
             self.abort(error)
+            self._disconnect()  # also if the watchdog could not reach the others
             self.close()
             raise
 
@@ -362,34 +360,26 @@ class Communicator:
 
         Does not wait for the other ranks.
         """
-        if not self.control.is_open or self.size == 1 or self._is_aborted:
-            return
-        self._is_aborted = True
-        self.control.watchdog.abort(error)
-        self._disconnect()  # also if the watchdog could not reach the others
-        self._close_data()
+        if self.control.is_open and self.size > 1:
+            self.control.watchdog.abort(error)
 
-    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
-        """Forms new process groups after an exception, `error`, once every rank calls this.
+    def begin_run(self, deadline: timedelta) -> bool:
+        """Makes new process groups after `abort`, once every rank calls this.
 
         Returns:
             Whether all ranks called in time. If not, no collective is possible any more.
         """
         if self.size == 1:
             return True
-        if not self.control.is_open:
-            return False  # closed
-        if not self._is_aborted:
-            self.control.watchdog.wait_for_same_error(error)
-        self.abort(error)
-        if not self.control.watchdog.regroup(deadline):
+        if not self.control.is_open or not self.control.watchdog.begin_run(deadline):
             return False
+        self._disconnect()  # data in flight arrives no more
         self._close_groups()
         self._discarded.clear()
         self._open_group()
         self.control.open()
         self._open_axes()
-        self._is_aborted = self._is_disconnected = False
+        self._is_disconnected = False
         self.control.watchdog.add_failure_callback(self._disconnect)
         return True
 
@@ -412,7 +402,7 @@ class Communicator:
     def discard(self, pending: Pending) -> None:
         """Drops a collective without waiting for other ranks.
 
-        Its tensors stay alive until the next `regroup`, because its data may still arrive.
+        Its tensors stay alive until the next run, because its data may still arrive.
         """
         if self.size == 1:
             pending.wait()

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups, end_at_exit, has_world
 from lightning_zero.record.recorder import Recorder
@@ -195,11 +194,8 @@ class GlooControlPlane:
     # ---------------------------------------------------------------- failure
 
     def abort_waits(self, error: Exception) -> None:
-        """Ends all waits of the other ranks with an error. Local, from any thread."""
-        if isinstance(error, DesynchronizedError):
-            self.watchdog.abort_desynchronized(error)
-        else:
-            self.watchdog.abort(error)
+        """Ends all waits of all ranks with an error. Local, from any thread."""
+        self.watchdog.abort_waits(error)
 
     # ---------------------------------------------------------------- abort and close
 

@@ -14,33 +14,31 @@ from typing import NamedTuple
 
 from lightning_zero.comm.control import GlooControlPlane, RoundResult
 from lightning_zero.health.failures import DESYNC_HINT, DesynchronizedError
-from lightning_zero.health.together import PeerFailedError
 from lightning_zero.record.frames import called_from
 
 __all__ = ["Request", "RequestKind", "RoundClient", "Tally", "Vote"]
 
 _NO_VALUE = 2**62  # sent by a rank that has nothing to compare
-_MAX_TEXT_BYTES = 1024  # of the text of a failure
+_MAX_TEXT_BYTES = 1024  # of a text that a round sends
 _SPAN = 1 << 40  # packed requests of one kind
 
 
 class RequestKind(IntEnum):
     """Why a rank enters a round. The lowest request of all ranks comes first."""
 
-    FAILED = 0  # it has failed
-    FORWARD = 1  # it needs a unit in forward
-    BACKWARD = 2  # it needs a unit in backward
-    BEGIN = 3  # it begins a pass
-    BARRIER = 4  # it enters a call that all ranks make
-    DONE = 5  # it has ended its step, or its backward
-    LEFT = 6  # it has left a loop of steps
+    FORWARD = 0  # it needs a unit in forward
+    BACKWARD = 1  # it needs a unit in backward
+    BEGIN = 2  # it begins a pass
+    BARRIER = 3  # it enters a call that all ranks make
+    DONE = 4  # it has ended its step, or its backward
+    LEFT = 5  # it has left a loop of steps
 
 
 class Request(NamedTuple):
     """Request of one rank. Units are served in layout order, in backward in reverse order."""
 
     kind: RequestKind
-    number: int = 0  # of the unit; of the rank that has failed
+    number: int = 0  # of the unit
 
     def pack(self) -> int:
         """The request as one number, in the order in which requests are served."""
@@ -110,7 +108,6 @@ class _LocalState(NamedTuple):
     current_call: str = ""  # the call that all ranks make now, and its line; empty: none
     num_writes: int = 0  # writes of this rank to its shards of parameters
     last_write: str = ""  # the last of these writes, and its line
-    failure: str = ""  # error of this rank, which the round sends
 
 
 class RoundClient:
@@ -130,14 +127,6 @@ class RoundClient:
         self._state = _LocalState()
         self._unawaited: list[Future[RoundResult]] = []  # rounds that no caller waits for
         control_plane.reserve(max(num_bytes, control_plane.size, _MAX_TEXT_BYTES))
-
-    def reset(self, *, has_regrouped: bool = False) -> None:
-        """Drops the flags, and the rounds that were not awaited. Local.
-
-        `has_regrouped`: whether all ranks have regrouped; they then begin with equal states.
-        """
-        self._unawaited.clear()
-        self._state = _LocalState() if has_regrouped else self._state._replace(flags=b"")
 
     # ---------------------------------------------------------------- state of this rank
 
@@ -180,10 +169,10 @@ class RoundClient:
             result = pending.result()
         return self._accept(result)
 
-    def run_round(self, vote: Vote, name: str, mask: bytes = b"", *, failure: str = "") -> Tally:
-        """Runs one round: `begin`, then `wait`. `failure`: error of this rank, which it sends."""
+    def run_round(self, vote: Vote, name: str, mask: bytes = b"") -> Tally:
+        """Runs one round: `begin`, then `wait`."""
         with self._control_plane.waiting(name):
-            check = partial(self._check, name, self._state._replace(failure=failure), False)
+            check = partial(self._check, name, self._state, False)
             result = self._control_plane.run_round(vote.numbers(), mask, check)
         return self._accept(result)
 
@@ -213,9 +202,7 @@ class RoundClient:
         tally = Tally.of(result)
         request = tally.request
         error: Exception | None = None
-        if request.kind is RequestKind.FAILED:
-            error = self._failure_of(request.number, state.failure)
-        elif request.kind < RequestKind.BEGIN:
+        if request.kind < RequestKind.BEGIN:
             if aborts:
                 error = DesynchronizedError(_desync_text(name))
         elif not tally.highest.allows_uneven_calls and not tally.is_same("flags"):
@@ -230,14 +217,6 @@ class RoundClient:
         if error is not None and aborts:
             self._control_plane.abort_waits(error)
         return error
-
-    def _failure_of(self, rank: int, own: str) -> Exception | None:
-        """The error of `rank`, which sends its text in one more round; None if it is `own`."""
-        text = own.encode()[:_MAX_TEXT_BYTES] if rank == self._control_plane.rank else b""
-        received = self._receive_text(text)
-        if own:
-            return None  # this rank raises its own error
-        return PeerFailedError(f"rank {rank} failed, and all ranks with it: {received}")
 
     def _receive_text(self, text: bytes) -> str:
         """Text of the only rank that sends one."""

@@ -52,6 +52,6 @@ A gradient arrives at a hook of `hooks`. `Gradients.accumulate` takes it and ret
 bucket is complete. Then `reducer` marks the bucket as ready in the collective order
 (`CollectiveOrder.mark_ready`). In its turn this calls `Reducer.issue_reduction`, and so
 `Gradients.reduce`. The mean is `Gradients.main_grad`, or is stored in an `OffloadedGrad`. See
-`coordinator` for what an all-gather waits for, `StepCoordinator.reset` for what a rank does after
-an exception, and the end of comm's text for what happens on the other ranks.
+`coordinator` for what an all-gather waits for, and the end of comm's text for what an exception
+does.
 """

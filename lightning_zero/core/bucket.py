@@ -155,10 +155,8 @@ class Bucket:
             on_unsharded_change(True)
         self.num_pins = 0
         self._pending: Pending | None = None  # all-gather in flight
-        self._overlapped = OverlappedStep(plan.name, self.comm.recorder)
         self.has_views_installed = False
         self._is_aliased = False  # users hold views of the unsharded buffer, which is stepped
-        self._is_lost = False  # other ranks are lost, and with them their shards
         self._make_parts(shared, grad_dtype, filled)
         self._wrap(filled)
 
@@ -190,15 +188,25 @@ class Bucket:
             self.offloaded_grad = OffloadedGrad(
                 shared.queue, plan.name, numel, dtype, plan.tiers.grad
             )
-        offloaded, overlapped = self.offloaded_grad, self._overlapped
-        self.grads = Gradients(
-            self.parameters, shards, self.shard_specs, dtype, offloaded, overlapped
-        )
+        self._grad_dtype = dtype
+        self._make_gradients()
         self.writes = UserWrites(plan, self.parameters, self.orig_dtypes, buffer, shards)
         self.masters = Masters(self)
         # `.data` of guarded parameters, by slot.
         shapes = {slot.name: slot.shape for slot in plan.layout.slots}
         self._unreadable = unreadable(shapes, plan.dtype, self.device)
+
+    def _make_gradients(self) -> None:
+        """Makes the gradients of a run, of which there are none yet."""
+        self._overlapped = OverlappedStep(self.plan.name, self.comm.recorder)
+        self.grads = Gradients(
+            self.parameters,
+            self.shards,
+            self.shard_specs,
+            self._grad_dtype,
+            self.offloaded_grad,
+            self._overlapped,
+        )
 
     def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values; points the parameters at the unsharded buffer. Collective."""
@@ -253,7 +261,6 @@ class Bucket:
             self.wait_for_unshard()
             self.all_gather_into(self.unsharded_params.tensor).wait()
             return
-        self.check_not_lost()
         if self._overlapped.is_running:
             self._overlapped.finish()
         self.check_outside_transform()
@@ -282,7 +289,6 @@ class Bucket:
 
     def wait_for_unshard(self) -> None:
         """Waits for an all-gather in flight; the parameters are unsharded and plain."""
-        self.check_not_lost()
         if self._overlapped.is_running:
             self.wait_for_step()
         if self.phase is not Phase.UNSHARDING:
@@ -384,7 +390,6 @@ class Bucket:
 
     def wait_for_update(self) -> None:
         """Waits for a step in progress and the all-gather after it. Local."""
-        self.check_not_lost()
         self.wait_for_step()
         if not self.shards_params:
             self.wait_for_unshard()
@@ -461,73 +466,56 @@ class Bucket:
         if reads_all and not self.shards_params:
             self.shards.sync_replicated()
 
-    # ---------------------------------------------------------------- failures and the end
+    # ---------------------------------------------------------------- runs, and the end
 
-    def reset(self, *, has_regrouped: bool = False) -> list[Exception]:
-        """Drops collectives, reads and gradients of a failed pass, and reshards. Local.
+    def begin_run(self) -> Exception | None:
+        """Begins a run with the shards as they are, and without gradients. Local.
 
-        Args:
-            has_regrouped: Whether collectives in flight never end, because their groups are gone;
-                `unshard_again` follows.
+        After an exception, when the groups of collectives in flight are gone. `publish` follows.
 
         Returns:
-            What has failed; the rest is done nevertheless.
+            What has failed, such as data of a wrong shape that the user has set.
         """
-        errors: list[Exception] = []
-
-        def attempt(act: Callable[[], object]) -> Exception | None:
-            try:
-                act()
-            except Exception as error:
-                errors.append(error)
-                return error
-            return None
-
-        if has_regrouped and self._drop_pending() and not self.shards_params:
-            self._set_phase(Phase.UNSHARDED)
-        attempt(self.shards.stop_reading)
-        attempt(self.grads.reset)
-        # data that a reshard refused is dropped, so the next attempt succeeds
-        for _ in range(len(self.parameters) + 1):
-            if not isinstance(attempt(self.reshard), ValueError):
-                break
-        return errors
-
-    def _drop_pending(self) -> bool:
-        """Drops an all-gather whose group is gone; returns whether there was one."""
-        if self.phase is not Phase.UNSHARDING:
-            return False
+        failure: Exception | None = None
+        try:
+            self._overlapped.wait()
+        except RuntimeError as error:
+            failure = RuntimeError(f"{error}; some of its parameters may have been stepped.")
         self._pending = None
-        if self.shards_params:
-            self.num_pins = 0
+        if self.phase is Phase.UNSHARDING:
+            if self.shards_params:
+                self.num_pins = 0
             self.enter_idle_phase()
-        return True
+        self.end_graphs(is_retained=False)
+        self.shards.stop_reading()
+        self.grads.close()
+        self._make_gradients()
+        return self.try_to_reshard() or failure
 
-    def unshard_again(self) -> None:
-        """All-gathers stepped parameters after `reset`, which may have dropped their all-gather.
+    def publish(self) -> None:
+        """All-gathers replicated parameters again: their last all-gather may be lost. Collective.
 
-        Collective. Some ranks may have waited for it before, and others not.
+        Some ranks may have waited for it before, and others not.
         """
         if self.plan.stage.all_gathers_after_step:
             self.shards.cast_master()
             self.mark_in_flight()
             self.end_step()
 
-    def mark_lost(self) -> None:
-        """Other ranks are lost: using parameters that are not unsharded raises an error. Local."""
-        self._is_lost = True
-        self._drop_pending()
-        self.grads.reset()
-        if self.phase is not Phase.UNSHARDED:
-            guard(self.parameters)  # also after a step that failed
-
-    def check_not_lost(self) -> None:
-        """Raises if other ranks are lost, and the parameters were not unsharded then."""
-        if self._is_lost and self.phase is not Phase.UNSHARDED:
-            raise RuntimeError(
-                f"parameter {self.plan.layout.slots[0].name} is lost with the rest of its bucket, "
-                "because a rank failed and its shard is gone; load a checkpoint into a new module."
-            )
+    def try_to_reshard(self) -> Exception | None:
+        """As `reshard`, also if the user has set data of a wrong shape; returns the first error."""
+        errors: list[Exception] = []
+        # data that a reshard refused is dropped, so the next attempt succeeds
+        for _ in range(len(self.parameters) + 1):
+            try:
+                self.reshard()
+            except ValueError as error:
+                errors.append(error)
+                continue
+            except Exception as error:
+                errors.append(error)
+            break
+        return errors[0] if errors else None
 
     def unwrap(self, device: torch.device | None) -> None:
         """Makes every parameter a full tensor of its own, in its original dtype. Collective.

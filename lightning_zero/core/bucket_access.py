@@ -51,7 +51,6 @@ class BucketAccess:
         self.bucket = bucket
         self.lockstep = lockstep
         self.device = bucket.device
-        self.wait_for_update = bucket.wait_for_update
         self._unshard_out_of_order = unshard_out_of_order
 
     def install(self) -> None:
@@ -62,19 +61,27 @@ class BucketAccess:
                 placement_of(parameter),
                 holder=self,
                 ensure_unsharded=self._unshard_on_use,
-                set_grad=bucket.grads.param_grads.assign,
+                set_grad=self._set_grad,
                 on_data_read=bucket.writes.data_read.add,
             )
             set_placement(parameter, placement)
 
     def _unshard_on_use(self, name: str) -> None:
         """Guard of the parameters: a torch function is applied to parameter `name`."""
+        self.lockstep.ensure_run()
         self.bucket.shards.storage.state_offload.check(State.PARAM)
-        self.bucket.check_not_lost()
         if self.bucket.shards_params:
             self._unshard_out_of_order(self.bucket, name)
         else:
             self.bucket.wait_for_unshard()
+
+    def _set_grad(self, index: int, grad: Tensor) -> None:
+        self.bucket.grads.param_grads.assign(index, grad)
+
+    def wait_for_update(self) -> None:
+        """Waits for a step in progress and the all-gather after it. Local."""
+        self.lockstep.ensure_run()
+        self.bucket.wait_for_update()
 
     # ---------------------------------------------------------------- parameter.data
 
@@ -86,7 +93,7 @@ class BucketAccess:
         """
         bucket = self.bucket
         bucket.shards.storage.state_offload.check(State.PARAM)
-        bucket.wait_for_update()
+        self.wait_for_update()
         bucket.reshard()
         bucket.wait_for_unshard()  # inside a transform of torch.func, which does not reshard
         if bucket.phase is Phase.SHARDED:
@@ -100,7 +107,7 @@ class BucketAccess:
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change this rank's elements of `sharded_data` in place."""
         bucket = self.bucket
-        bucket.wait_for_update()
+        self.wait_for_update()
         bucket.reshard()
         name = bucket.plan.layout.slots[index].name
         if bucket.phase is not Phase.SHARDED:

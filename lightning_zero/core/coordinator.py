@@ -31,7 +31,7 @@ shard from CPU memory, and its kernel for the peers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -43,11 +43,11 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.compiling import GradHider
 from lightning_zero.core.first_use import FirstUse
+from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.shared_buffers import SharedBuffers
 from lightning_zero.core.unit import Call, Unit, Unsharder
-from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.stage import State
 from lightning_zero.record.spans import Kind
@@ -66,7 +66,6 @@ class TrainingState(Enum):
     IDLE = "between steps"
     FORWARD = "in forward"
     BACKWARD = "in backward"
-    LOST = "after other ranks were lost"
 
 
 class StepCoordinator:
@@ -78,18 +77,26 @@ class StepCoordinator:
         buckets: All buckets, in layout order.
         comm: Communicator of all ranks.
         config: The engine's settings.
+        begin_next_run: Begins a run after an exception has ended the last. Collective.
         broadcasts_every_forward: Whether buffers are copied from rank 0 before every forward. If
             not, only when the training loop begins a step, and once before.
 
     Attributes:
         units: All units, the root first.
-        order: The collective order of all ranks.
-        unsharder: Unshards and prefetches the units; the order calls its `issue_unshard`.
-        reducer: Reduces the gradients; the order calls its `issue_reduction`.
+        guard: Looks at gradients before they are reduced.
         shared: Buffers that are copied from rank 0.
         first_use: Waits of modules for parameters that were all-gathered after a step.
         is_accumulating: Whether the next forwards are of micro-batches that end no step.
     """
+
+    _ended_by: BaseException | None  # what has ended the run; None: it goes on
+    _order: CollectiveOrder
+    _unsharder: Unsharder
+    _reducer: Reducer
+    _retain_graph: bool  # the backward in progress keeps its graph
+    _has_forward: bool  # one with gradients, since the last backward
+    _depth: int  # of nested `open` calls: the strategy's, the root module's
+    _is_in_backward: bool
 
     def __init__(
         self,
@@ -98,23 +105,15 @@ class StepCoordinator:
         buckets: Sequence[Bucket],
         comm: Communicator,
         config: ZeroConfig,
+        begin_next_run: Callable[[], None],
         *,
         broadcasts_every_forward: bool = True,
     ) -> None:
         self.units = list(units)
-        self.order = CollectiveOrder(
-            comm.control,
-            self,
-            numels=[unit.numel for unit in units],
-            num_buckets=len(buckets),
-            names=[slot.name for bucket in buckets for slot in bucket.plan.layout.slots],
-            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
-        )
-        self.unsharder = Unsharder(units, self.order, self.begin_pass, comm.recorder, config)
-        self.reducer = Reducer(buckets, self.order, comm, config, self._after_step)
-        self.issue_unshard = self.unsharder.issue_unshard
-        self.issue_reduction = self.reducer.issue_reduction
+        self.guard = NonfiniteGuard(buckets, comm, config)
+        self._stop_request: Callable[[], int | None] = lambda: None
         self.is_accumulating = False
+        self._begin_next_run = begin_next_run
         self._module = module
         self._buckets = list(buckets)
         self._comm = comm
@@ -122,22 +121,17 @@ class StepCoordinator:
         self._config = config
         self._state_offload = buckets[0].shards.storage.state_offload
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
-        self._retain_graph = False  # the backward in progress keeps its graph
-        self._has_forward = False  # one with gradients, since the last backward
-        self._depth = 0  # of nested `open` calls: the strategy's, the root module's
-        self._is_in_backward = self._is_lost = False
         self.shared = SharedBuffers(module, comm, is_on=config.broadcast_buffers)
         self.first_use = FirstUse(module, buckets)
         self._broadcasts_every_forward = broadcasts_every_forward
         self._grad_hider = GradHider(self._buckets)
         self._last_used = ""  # name of the unit whose forward or backward began last
+        self.begin_run()
         comm.control.watchdog.set_status_source(self._describe)
 
     @property
     def training_state(self) -> TrainingState:
         """State of the training loop, as far as all ranks are known to share it."""
-        if self._is_lost:
-            return TrainingState.LOST
         if self._is_in_backward:
             return TrainingState.BACKWARD
         return TrainingState.FORWARD if self._depth or self._awaits_backward else TrainingState.IDLE
@@ -150,7 +144,7 @@ class StepCoordinator:
     @property
     def _awaits_backward(self) -> bool:
         """Whether a forward with gradients has run, and its pass is still open on all ranks."""
-        return self._has_forward and (self.order.is_training or not self.unsharder.is_needed)
+        return self._has_forward and (self._order.is_training or not self._unsharder.is_needed)
 
     def _describe(self) -> str:
         """The training state as text for reports. Called from any thread."""
@@ -170,6 +164,8 @@ class StepCoordinator:
         Raises:
             RuntimeError: A write to an entry of a state dict would be lost.
         """
+        self.ensure_run()
+        self._state_offload.check(State.PARAM)
         if not self.is_in_step and (lost := self.find_lost_write()) is not None:
             raise lost
         self._depth += 1
@@ -180,9 +176,9 @@ class StepCoordinator:
         self._grad_hider.watch()
         self.compare_assigned()
         copies = is_step or self._broadcasts_every_forward or not self.shared.were_copied
-        if copies and self.shared.is_due and self.unsharder.is_needed and self.order.is_training:
+        if copies and self.shared.is_due and self._unsharder.is_needed and self._order.is_training:
             # In the middle of a pass, other ranks might still request an all-gather from this rank.
-            self.order.barrier("the buffers of rank 0")
+            self._order.barrier("the buffers of rank 0")
         self.begin_pass()
         self.prepare(copies_buffers=copies)
         if copies:
@@ -190,7 +186,7 @@ class StepCoordinator:
             self.shared.note_forward(
                 may_change=not self.is_accumulating and torch.is_grad_enabled()
             )
-        self.unsharder.unshard_for_step()
+        self._unsharder.unshard_for_step()
         for unit in self.units:
             if unit.stays_unsharded:
                 unit.note_graph()
@@ -198,18 +194,18 @@ class StepCoordinator:
     def begin_pass(self) -> None:
         """Begins a pass with all ranks, if this forward has any collective."""
         self._state_offload.check(State.PARAM)
-        self.reducer.set_ends_step(not self.is_accumulating)
-        if self.order.is_training:
+        self._reducer.set_ends_step(not self.is_accumulating)
+        if self._order.is_training:
             return  # one more forward before its backward
         if not torch.is_grad_enabled():
-            if self.unsharder.is_needed:
-                self.order.begin("a forward")
-        elif self.unsharder.is_needed or self.reducer.has_stepped:
+            if self._unsharder.is_needed:
+                self._order.begin("a forward")
+        elif self._unsharder.is_needed or self._reducer.has_stepped:
             # Without sharded parameters, only a forward after a step waits for all-gathers.
             kind = "a forward and its backward"
             if self.is_accumulating:
                 kind += ", of several"
-            self.order.begin(kind, self.reducer.trainable())
+            self._order.begin(kind, self._reducer.trainable())
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -230,12 +226,13 @@ class StepCoordinator:
         """Before a pass: notes assigned `parameter.data` for the consistency check. Local."""
         for bucket in self._buckets:
             for name in bucket.writes.take_assigned():
-                self.order.note(f"parameter.data of {name}")
+                self._order.note(f"parameter.data of {name}")
 
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """The other collectives before the first forward after a step. Collective."""
+        self.ensure_run()
         if copies_buffers and self.shared.is_due:
-            self.order.wait_for_begin()  # else other ranks might still request an all-gather
+            self._order.wait_for_begin()  # else other ranks might still request an all-gather
         self._state_offload.check(State.PARAM)
         self.first_use.begin_forward()
         for bucket in self._buckets:
@@ -252,7 +249,7 @@ class StepCoordinator:
         self.first_use.end_forward()
         self._recorder.begin_phase(None)
         if not torch.is_grad_enabled() or not self._awaits_backward:
-            self.unsharder.reshard_all()
+            self._unsharder.reshard_all()
 
     def _after_step(self) -> None:
         """After the step of an optimizer. With manual optimization, code of the root follows."""
@@ -261,12 +258,14 @@ class StepCoordinator:
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Context of one step of the training loop. Calls `reset` after an exception."""
+        """Context of one step of the training loop. An exception ends the run."""
+        self.ensure_run()
+        self._state_offload.check(State.PARAM)
         try:
             self.open(is_step=True)
             yield
         except BaseException as error:
-            self.reset(error)
+            self.end_run(error)
             raise
         self.close()
 
@@ -276,7 +275,7 @@ class StepCoordinator:
         `error`: what it has raised; None: nothing.
         """
         if error is not None and self._depth == 1 and not self._is_in_backward:
-            self.reset(error)
+            self.end_run(error)
         else:
             self.close()
 
@@ -284,8 +283,9 @@ class StepCoordinator:
 
     def pre_forward(self, unit: Unit) -> None:
         """Unshards `unit` before its module's forward."""
+        self.ensure_run()
         self._last_used = unit.name
-        self.unsharder.unshard(unit)
+        self._unsharder.unshard(unit)
         unit.note_graph()
         self._recorder.begin_layer(Kind.FORWARD, unit.name)
         self._has_forward |= torch.is_grad_enabled()
@@ -303,7 +303,7 @@ class StepCoordinator:
             return False
         if self._config.reshard_after_forward is False:
             return True
-        return self.order.is_last_of_forward(unit.index)  # backward begins with it
+        return self._order.is_last_of_forward(unit.index)  # backward begins with it
 
     # ---------------------------------------------------------------- use outside of the forward
 
@@ -322,7 +322,8 @@ class StepCoordinator:
         Raises:
             BetweenStepsError: Outside of a step, where ranks may not use parameters together.
         """
-        if self.training_state is TrainingState.IDLE and not self.order.allows_uneven_calls:
+        self.ensure_run()
+        if self.training_state is TrainingState.IDLE and not self._order.allows_uneven_calls:
             raise BetweenStepsError(
                 f"parameter {name} is sharded over {self._comm.mesh.num_shards} ranks outside "
                 "forward and backward. To compute with it, for example by calling a part of the "
@@ -337,7 +338,7 @@ class StepCoordinator:
         unit = self._unit_of[bucket]
         self._has_forward |= torch.is_grad_enabled()
         self.keep_unsharded(unit, f"parameter {name} is used outside its module's forward")
-        self.unsharder.unshard(unit)
+        self._unsharder.unshard(unit)
         unit.note_graph()
 
     # ---------------------------------------------------------------- backward
@@ -345,37 +346,38 @@ class StepCoordinator:
     @contextmanager
     def backward_context(self, *, reduces: bool, retain_graph: bool = False) -> Iterator[None]:
         """Context of `loss.backward()`. Without `reduces`, gradients stay local where possible."""
+        self.ensure_run()
+        self._state_offload.check(State.PARAM, State.GRAD)
         self._retain_graph = retain_graph
         try:
             self._begin_backward(reduces)
             yield
             self._finalize_backward()
         except BaseException as error:
-            self.reset(error)
+            self.end_run(error)
             raise
 
     def _begin_backward(self, reduces: bool) -> None:
         """Begins the pass of a backward and unshards the root. Collective."""
-        self._state_offload.check(State.PARAM, State.GRAD)
-        if not self.reducer.is_mid_step:  # once per step: it checks every parameter
+        if not self._reducer.is_mid_step:  # once per step: it checks every parameter
             _check_all_hooked(self._module)
         self.first_use.begin_backward()
         self._is_in_backward = True
         self._recorder.begin_phase(Kind.BACKWARD)
-        self.reducer.set_ends_step(reduces)
-        trainable = self.reducer.trainable()
-        if self.reducer.reduces:
+        self._reducer.set_ends_step(reduces)
+        trainable = self._reducer.trainable()
+        if self._reducer.reduces:
             self._begin_backward_pass(trainable)
-        self.reducer.begin_backward(trainable)
-        self.unsharder.begin_backward()
-        self.unsharder.unshard_for_step()
+        self._reducer.begin_backward(trainable)
+        self._unsharder.begin_backward()
+        self._unsharder.unshard_for_step()
 
     def _begin_backward_pass(self, trainable: tuple[bool, ...]) -> None:
         """Begins the backward of the open pass, or a pass. Collective."""
-        if self.unsharder.is_needed:
-            self.order.wait_for_begin()
-        self.reducer.note_last_pass()
-        self.order.begin_backward(trainable, "a backward", self.reducer.eager(trainable))
+        if self._unsharder.is_needed:
+            self._order.wait_for_begin()
+        self._reducer.note_last_pass()
+        self._order.begin_backward(trainable, "a backward", self._reducer.eager(trainable))
 
     def pre_backward(self, unit: Unit, call: Call) -> None:
         """Unshards `unit` when backward reaches an output of `call`."""
@@ -385,12 +387,12 @@ class StepCoordinator:
         unit.enter_backward(call)
         if self._is_in_backward:
             with record_function(f"zero::pre_backward {unit.name}"):
-                self.unsharder.unshard(unit)
+                self._unsharder.unshard(unit)
                 self._recorder.begin_layer(Kind.BACKWARD, unit.name)
         else:
             # torch.autograd.grad inside a forward: the graph will be traversed again.
             unit.keep_unsharded()
-            self.unsharder.unshard(unit)
+            self._unsharder.unshard(unit)
 
     def post_backward(self, unit: Unit, call: Call) -> None:
         """Reshards `unit` when backward has left `call` and all other calls of it."""
@@ -400,7 +402,7 @@ class StepCoordinator:
         if self._is_in_backward and not unit.stays_unsharded and unit.num_awaited <= 0:
             self._recorder.end_layer(Kind.BACKWARD, unit.name)
             self._reshard_after_backward(unit)
-            self.unsharder.prefetch()
+            self._unsharder.prefetch()
 
     def _reshard_after_backward(self, unit: Unit) -> None:
         """Reshards `unit`; its memory is needed again only if the graph is retained."""
@@ -416,98 +418,97 @@ class StepCoordinator:
                 "engine.backward(loss), fabric.backward(loss), or self.manual_backward(loss) in a "
                 "LightningModule."
             )
-        if self.reducer.in_flight is bucket:
-            self.reducer.wait_for_reduction()  # a second gradient, after the first was sent
+        if self._reducer.in_flight is bucket:
+            self._reducer.wait_for_reduction()  # a second gradient, after the first was sent
         if bucket.grads.accumulate(index):
             unit = self._unit_of.get(bucket)
             if unit is not None and unit.is_backward_done:
                 self._recorder.end_layer(Kind.BACKWARD, unit.name)
                 self._reshard_after_backward(unit)
-            self.reducer.mark_ready(bucket)
+            self._reducer.mark_ready(bucket)
 
     def _finalize_backward(self) -> None:
         """Completes the reductions and reshards all units. Collective."""
         self.first_use.end_backward()
-        self.reducer.finalize_backward()
-        self.unsharder.end_backward()
+        self._reducer.finalize_backward()
+        self._unsharder.end_backward()
         for unit in self.units:
             unit.end_graphs(is_retained=self._retain_graph)
-        self.unsharder.reshard_all()
+        self._unsharder.reshard_all()
         self._has_forward = self._is_in_backward = False
         self._recorder.begin_phase(Kind.FORWARD if self._depth else None)
-        self.reducer.report_nonfinite()
+        self._reducer.report_nonfinite()
 
-    # ---------------------------------------------------------------- failures
+    # ---------------------------------------------------------------- runs
 
-    def reset(
-        self,
-        error: BaseException | None = None,
-        *,
-        has_regrouped: bool = False,
-        warns: bool = True,
-    ) -> Exception | None:
-        """Drops what a failed pass has left, and reshards all units. Local.
+    def end_run(self, error: BaseException) -> None:
+        """Ends the run because an exception has left a step; the next use begins another. Local.
 
-        In this order: steps; the pass of the collective order; units; each bucket, also if another
-        one fails, because data of a wrong shape was assigned for example; the reducer; the graphs
-        of the units.
-
-        Args:
-            error: What has ended the pass; None: it is not known. After an `Exception`, ranks that
-                do not regroup first issue the collectives that other ranks may wait for.
-            has_regrouped: Whether all ranks have regrouped. Collectives in flight never end then,
-                and `Bucket.unshard_again` follows.
-            warns: Warn of the first failure, so that the user sees the exception before it.
-
-        Returns:
-            The first failure.
+        The other ranks learn of it, and raise an error, too.
         """
+        if self._ended_by is None:
+            self._ended_by = error
+            self._depth, self._is_in_backward, self._has_forward = 0, False, False
+            self._recorder.discard_open_spans()
+            self._comm.abort(error)
+
+    def ensure_run(self) -> None:
+        """Begins another run if an exception has ended the last. Collective then, else local.
+
+        Raises:
+            PeerFailedError: A rank has not come.
+        """
+        if self._ended_by is not None:
+            self._begin_next_run()
+
+    def begin_run(self) -> None:
+        """Makes the state of a run: no pass is open, and nothing is recorded. Local."""
+        self._ended_by = None
+        config = self._config
+        self._order = CollectiveOrder(
+            self._comm.control,
+            self,
+            numels=[unit.numel for unit in self.units],
+            num_buckets=len(self._buckets),
+            names=[slot.name for bucket in self._buckets for slot in bucket.plan.layout.slots],
+            prefetch_numel=config.prefetch_bucket_size if config.overlap_comm else 0,
+            stop_request=lambda: self._stop_request(),
+        )
+        self._unsharder = Unsharder(
+            self.units, self._order, self.begin_pass, self._recorder, config
+        )
+        self._reducer = Reducer(
+            self._buckets, self._order, self._comm, config, self.guard, self._after_step
+        )
+        self.guard.begin_run()
+        self.issue_unshard = self._unsharder.issue_unshard
+        self.issue_reduction = self._reducer.issue_reduction
+        self._retain_graph = self._has_forward = self._is_in_backward = False
         self._depth = 0
-        self._recorder.discard_open_spans()
-        errors: list[Exception] = []
-        for bucket in self._buckets:
-            try:
-                bucket.wait_for_step()
-            except RuntimeError as failure:
-                text = f"{failure}; some of its parameters may have been stepped."
-                errors.append(RuntimeError(text))
-        is_caught = error is None or isinstance(error, Exception)
-        if is_caught and not has_regrouped and not self._comm.can_regroup:
-            try:
-                self._complete_pass(error)
-            except Exception as failure:
-                errors.append(failure)
-        self._has_forward = self._is_in_backward = False
-        self.order.reset(has_regrouped=has_regrouped)
-        self.unsharder.end_backward()
-        for bucket in self._buckets:
-            errors += bucket.reset(has_regrouped=has_regrouped)
-        self.reducer.reset(has_regrouped=has_regrouped)
         for unit in self.units:
-            unit.end_graphs()
-        errors = [failure for failure in errors if failure is not error]
-        if errors and warns:
-            warnings.warn(f"after an exception: {errors[0]}", stacklevel=2)
-        return errors[0] if errors else None
+            unit.reset_backward()
 
-    def _complete_pass(self, error: BaseException | None) -> None:
-        """Issues the collectives of this pass that other ranks may wait for. Collective.
+    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
+        """Sets the function that returns this rank's stop request; see `CollectiveOrder`. Local."""
+        self._stop_request = stop_request
 
-        Reductions of a backward that this rank has not begun reduce zeros.
-        """
-        if isinstance(error, DesynchronizedError):
-            return  # the other ranks have it, too
-        if self.order.is_training and not self._is_in_backward:
-            if not self.reducer.reduces:
-                self.reducer.set_ends_step(True)  # others reduce in the last micro-batch
-            self._begin_backward_pass(self.reducer.trainable())
-        self.order.flush_schedule()
+    @property
+    def order(self) -> CollectiveOrder:
+        """The collective order of all ranks, in a run: see `ensure_run`."""
+        self.ensure_run()
+        return self._order
 
-    def mark_lost(self) -> None:
-        """Leaves all parameters as they are; using one that is not unsharded raises an error."""
-        for bucket in self._buckets:
-            bucket.mark_lost()
-        self._is_lost = True
+    @property
+    def unsharder(self) -> Unsharder:
+        """Unshards and prefetches the units, in a run; the order calls its `issue_unshard`."""
+        self.ensure_run()
+        return self._unsharder
+
+    @property
+    def reducer(self) -> Reducer:
+        """Reduces the gradients, in a run; the order calls its `issue_reduction`."""
+        self.ensure_run()
+        return self._reducer
 
 
 def _check_all_hooked(module: nn.Module) -> None:

@@ -411,27 +411,11 @@ class Gradients:
             for own in ranges:
                 self._offloaded.apply_(change, own.start, own.stop)
 
-    def reset(self) -> None:
-        """Drops all gradients, after an exception or at teardown; memory is kept for later ones."""
-        if self._offloaded is not None:
-            self._offloaded.reset()
-        if self._reduction is not None:
-            self._comm.discard(self._reduction[1])
-            self.unsharded_grads = None  # a collective may still write to it
-        if self._average is not None:
-            self._comm.discard(self._average)
-        if self._zeros_reduction is not None and self._zeros_reduction[1] is not None:
-            self._comm.discard(self._zeros_reduction[1])
-        self._reduction = self._average = self._carried_mean = self._zeros_reduction = None
-        self._holds_mean = self.is_partial = False
-        self._expected = set()
-        self.param_grads.drop()
-        num_slots = len(self._parameters)
-        self.is_local, self.is_reduced, self.is_touched = ([False] * num_slots for _ in range(3))
-
     def close(self) -> None:
         """Drops all gradients, and the memory and the `.grad` tensors of the mean."""
-        self.reset()
+        if self._offloaded is not None:
+            self._offloaded.cancel()
+        self.param_grads.drop()
         self._drop_main_grad()
 
     @property

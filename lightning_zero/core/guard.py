@@ -175,7 +175,6 @@ class NonfiniteGuard:
         self.policy = config.on_nonfinite
         self.last_report: NonfiniteReport | None = None
         self.num_skipped = self.num_backwards = 0
-        self.skips_step = False
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
         self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
@@ -183,8 +182,13 @@ class NonfiniteGuard:
         # as far as this rank knows.
         self._starts: list[int] = []
         self._first_step = 0  # number of the step that begins with the first of them
-        self._num_agreed = 0  # of them
         self._has_scaler = False
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Drops the looks at gradients that an exception has dropped; the counts stay. Local."""
+        self.skips_step = False
+        self._num_agreed = len(self._starts)
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
@@ -212,13 +216,6 @@ class NonfiniteGuard:
     def decides(self) -> bool:
         """Whether it must be known before a step if a gradient is not finite."""
         return self.policy in ("stop", "skip") and not self._has_scaler
-
-    def reset(self) -> None:
-        """After an exception, when gradients have been dropped. Local."""
-        self._looks, self._maxima, self._copies, self._found = [], [], [], []
-        self._named.clear()
-        self._num_agreed = len(self._starts)
-        self.skips_step = False
 
     # ---------------------------------------------------------------- a look
 

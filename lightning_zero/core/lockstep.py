@@ -14,13 +14,13 @@ The next round then compares the ranks' hashes of all batches so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.rounds import RequestKind
 from lightning_zero.core.coordinator import StepCoordinator, TrainingState
-from lightning_zero.health.failures import DesynchronizedError
+from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
 __all__ = ["Lockstep"]
@@ -33,23 +33,30 @@ class Lockstep:
 
     Attributes:
         is_in_loop: Whether the engine is between `begin_loop` and `end_loop`.
-        order: The collective order of all ranks.
         gather_objects: `GlooControlPlane.gather_objects`; collective, outside of a loop.
     """
 
     def __init__(self, coordinator: StepCoordinator, comm: Communicator) -> None:
         self.is_in_loop = False
         self._coordinator = coordinator
-        self.order = coordinator.order
         self._comm = comm
         self.gather_objects = comm.control.gather_objects
         self._depth = 0  # nested `uneven_step`
-        self._reported: BaseException | None = None  # the error that the other ranks have received
+
+    def ensure_run(self) -> None:
+        """As `StepCoordinator.ensure_run`."""
+        self._coordinator.ensure_run()
+
+    @property
+    def order(self) -> CollectiveOrder:
+        """The collective order of all ranks."""
+        return self._coordinator.order
 
     @contextmanager
     def uneven_step(self) -> Iterator[None]:
         """Context of one step without gradients, with any number of forwards. Collective."""
         coordinator = self._coordinator
+        coordinator.ensure_run()
         if coordinator.training_state is TrainingState.BACKWARD:
             raise RuntimeError(
                 "uneven_calls() was entered during a backward; enter it before the backward."
@@ -63,13 +70,11 @@ class Lockstep:
             yield
             self.order.serve_until(RequestKind.DONE, "the end of uneven_calls on all ranks")
         except BaseException as error:
-            self._report(error)
-            coordinator.reset(error)
-            raise
-        finally:
             self._depth -= 1
-            self._update_order()
-        self._reported = None
+            coordinator.end_run(error)
+            raise
+        self._depth -= 1
+        self._update_order()
         coordinator.close()
 
     def check_cpu_memory(self, call: str, num_bytes: int) -> None:
@@ -96,22 +101,9 @@ class Lockstep:
         """Allows uneven calls if this engine is in a loop or step of them."""
         self.order.allow_uneven_calls(self.is_in_loop or self._depth > 0)
 
-    def _report(self, error: BaseException) -> None:
-        """Makes the other ranks fail, too, once for each error."""
-        if error is self._reported:
-            return
-        self._reported = error
-        if isinstance(error, DesynchronizedError):
-            return  # the other ranks have found it themselves
-        if isinstance(error, Exception) and not self.order.is_issuing:
-            try:
-                self.order.report_failure(error)
-            except DesynchronizedError:
-                return
-            except Exception as failure:  # they cannot be reached: the abort ends their waits
-                self._comm.abort(failure)
-        else:
-            self._comm.abort(error)  # others may wait for data of this rank, which will not come
+    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
+        """As `StepCoordinator.set_stop_request`."""
+        self._coordinator.set_stop_request(stop_request)
 
     def begin_loop(self) -> None:
         """Begins a loop with any number of steps on each rank. Collective."""
@@ -125,12 +117,13 @@ class Lockstep:
         if self.is_in_loop:
             self.order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
             self._coordinator.unsharder.reshard_all()
-            self.reset()
+            self.is_in_loop = False
+            self._update_order()
 
-    def reset(self) -> None:
-        """Leaves the loop, at its end or after an exception. Local."""
+    def begin_run(self) -> None:
+        """Begins a run outside of all loops. Local."""
         self.is_in_loop = False
-        self._update_order()
+        self._depth = 0
 
     def before_write(self) -> None:
         """Closes an open pass before this rank writes to its shard of a parameter.
@@ -138,6 +131,7 @@ class Lockstep:
         Other ranks may still all-gather that shard. Collective if this rank has ended a forward
         whose pass is still open; else local.
         """
+        self._coordinator.ensure_run()
         if not self._coordinator.is_in_step:
             self.order.close_pass("a write to parameter.data")
 

@@ -36,12 +36,11 @@ Why this does not deadlock:
 3. A rank waits for a round only when it has issued all events before that round. A rank that has
    not entered the round computes, or waits for data, which arrives by 2.
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
-   same on all ranks. A rank that alone has dropped its schedules has another history of calls. Key
-   and history are compared in the round that begins the pass. A rank waits for this round before
-   its first event, unless no other rank can still request units of the pass before, and the key is
-   the expected one (`RecordedSchedules.expected_key`), which is the same on all ranks. So all ranks
-   that do not wait follow the same schedule. A rank with another key waits, and the mismatch ends
-   the waits of all ranks with an error.
+   same on all ranks. Key and the history of calls are compared in the round that begins the pass.
+   A rank waits for this round before its first event, unless no other rank can still request units
+   of the pass before, and the key is the expected one (`RecordedSchedules.expected_key`), which is
+   the same on all ranks. So all ranks that do not wait follow the same schedule. A rank with
+   another key waits, and the mismatch ends the waits of all ranks with an error.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -96,10 +95,11 @@ class CollectiveOrder:
         num_buckets: Number of buckets that are reduced.
         names: Names of the parameters whose `requires_grad` are the flags of a pass.
         prefetch_numel: Elements to unshard before their use. None: one unit; 0: none.
+        stop_request: Returns this rank's stop request, below 2^62, or None. The lowest of all ranks
+            counts.
 
     Attributes:
         allows_uneven_calls: Whether ranks may leave one after the other.
-        is_issuing: Whether an event is being issued: some of its collectives are not issued yet.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ class CollectiveOrder:
         num_buckets: int,
         names: Sequence[str] = (),
         prefetch_numel: int | None = None,
+        stop_request: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._control_plane = control_plane
         self._issuer = issuer
@@ -120,63 +121,18 @@ class CollectiveOrder:
         num_bytes = self._events.num_uses + 2 * num_buckets + len(names) + 2
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
-        self._stop_request: Callable[[], int | None] = lambda: None
+        self._stop_request = stop_request
         self.allows_uneven_calls = False
         self._history = 0  # hash of all calls that all ranks have made
         self._received_stop_request: int | None = None
-        self.reset()
+        self._pass: Pass | None = None
+        self._ended: Pass | None = None  # until the result of a boundary is known
+        self._flags_hash: int | None = None
+        self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
 
     def allow_uneven_calls(self, is_allowed: bool) -> None:
         """Sets `allows_uneven_calls`; the same on every rank. Local."""
         self.allows_uneven_calls = is_allowed
-
-    def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
-        """Sets the function that returns this rank's stop request, below 2^62, or None. Local.
-
-        The lowest of all ranks counts.
-        """
-        self._stop_request = stop_request
-
-    # ---------------------------------------------------------------- after an exception
-
-    def reset(self, *, has_regrouped: bool = False) -> None:
-        """Drops the open pass and all recorded schedules. Local.
-
-        `has_regrouped`: whether all ranks have regrouped; they then begin with equal histories.
-        """
-        if has_regrouped:
-            self._history, self._received_stop_request = 0, None
-        self._pass: Pass | None = None
-        self._ended: Pass | None = None  # until the result of a boundary is known
-        self._flags_hash: int | None = None
-        self._rounds.reset(has_regrouped=has_regrouped)
-        self._recorded.reset()
-        self._was_reset = True  # until the other ranks compare it: the schedules are gone
-        self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
-        self.is_issuing = False
-
-    def flush_schedule(self) -> None:
-        """Issues the rest of the schedule. Collective.
-
-        Ranks that follow it reach its end, and then a round, in which they learn whether all ranks
-        have failed and can continue together.
-        """
-        one = self._pass
-        if one is not None and not self.is_issuing:
-            self._finish_pass()
-
-    def report_failure(self, error: Exception) -> None:
-        """Sends `error` to the other ranks in their next round; they raise it, too.
-
-        The caller raises `error` afterwards.
-
-        Raises:
-            RuntimeError: The other ranks cannot be reached.
-        """
-        self._finish_pass()
-        request = Request(RequestKind.FAILED, self._control_plane.rank)
-        text = f"{type(error).__name__}: {error}"
-        self._rounds.run_round(self._vote(request), "the failure of this rank", failure=text)
 
     # ---------------------------------------------------------------- passes
 
@@ -394,12 +350,10 @@ class CollectiveOrder:
 
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         """Issues an event, which the pass has logged."""
-        self.is_issuing = True
         if event < self._events.backward:
             self._issuer.issue_unshard(event, is_kept=is_kept)
         elif event > self._events.backward:
             self._issuer.issue_reduction(self._events.bucket(event))
-        self.is_issuing = False
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round decided: reductions that all are ready for, then the all-gather."""
@@ -520,9 +474,6 @@ class CollectiveOrder:
         is_all = one.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
-        if is_compared and self._was_reset:
-            self.note("reset")
-            self._was_reset = False
         return Vote(
             request.pack(),
             key,

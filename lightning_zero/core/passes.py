@@ -239,10 +239,6 @@ class RecordedSchedules:
         self._numels = numels
         self._has_units = any(numels)
         self._prefetch_numel = prefetch_numel
-        self.reset()
-
-    def reset(self) -> None:
-        """Drops everything. Local, on all ranks."""
         self._recordings: dict[int, _Recording] = {}
         self.last = 0
         # Key of the last training passes, and how many in a row had it.

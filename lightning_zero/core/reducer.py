@@ -46,6 +46,7 @@ class Reducer:
         order: CollectiveOrder,
         comm: Communicator,
         config: ZeroConfig,
+        guard: NonfiniteGuard,
         after_step: Callable[[], None],
     ) -> None:
         self.after_step = after_step
@@ -56,7 +57,7 @@ class Reducer:
         self._reduces_every_backward = config.states.reduces_every_backward
         self._state_offload = buckets[0].shards.storage.state_offload
         self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
-        self.guard = NonfiniteGuard(buckets, comm, config)
+        self.guard = guard
         self._has_nonfinite = False  # on any rank, in this backward
         self._is_in_backward = False  # this rank's own: the order may follow a pass of others
         self._trainable: Trainable = ()  # in this backward
@@ -165,22 +166,6 @@ class Reducer:
         self._has_left_any = any(any(one.is_local) or any(one.is_reduced) for one in grads)
         self._comm.free_scratch()
 
-    def reset(self, *, has_regrouped: bool = False) -> None:
-        """After an exception, when gradients have been dropped. Local.
-
-        `has_regrouped`: whether the order of reductions may differ between ranks.
-        """
-        self._comm.free_scratch()
-        self.guard.reset()
-        self._has_nonfinite = False
-        self._touched.clear()  # ranks may differ
-        self.in_flight = None
-        self._reduced = set()
-        self._is_in_backward = self.is_mid_step = False
-        if has_regrouped:
-            self._is_sequence_agreed = False
-            self._sequence = list(reversed(self._buckets))
-
     # ---------------------------------------------------------------- one bucket
 
     def issue_reduction(self, number: int) -> None:
@@ -288,10 +273,6 @@ class Reducer:
         self._order.close_pass("a step of the optimizer")
         self._order.note("a step of the optimizer")
         self.has_stepped = True
-
-    def note_failed_step(self) -> None:
-        """Notes that an optimizer has failed in its step; where it has not, ranks get an error."""
-        self._order.note("a failed step")
 
     def note_stepped(self, parameters: Container[nn.Parameter]) -> None:
         """Notes which parameters an optimizer steps; if ranks differ, they get an error. Local.

@@ -11,7 +11,7 @@ It can be used without Lightning, in a hand-written loop:
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -45,6 +45,7 @@ from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.held import lose_held, unshard_held
 from lightning_zero.engine.offloaded import as_states, device_memory
 from lightning_zero.engine.optimizers import AttachedOptimizers, check_and_probe
+from lightning_zero.health.failures import PeerFailedError
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.layout.config import ZeroConfig, as_timeout
 from lightning_zero.layout.foreign_options import explain_unknown_options
@@ -66,6 +67,8 @@ from lightning_zero.tiers.grad_offload import GradQueue
 from lightning_zero.tiers.storage import Storage
 
 __all__ = ["Engine"]
+
+_RUN_TIMEOUT = timedelta(seconds=60)  # in which all ranks must come after an exception
 
 
 @explain_unknown_options
@@ -137,6 +140,8 @@ class Engine:
         )
         self._is_ready = False  # `coordinator` and `lockstep` exist
         self._is_closed = False
+        self._lost_by: str | None = None  # why no further run is possible
+        self._timeout = timeout
         self.average_buckets: list[Bucket] = []
         self.live_tensors = LiveTensors()
         look = self._check_and_probe
@@ -156,13 +161,13 @@ class Engine:
             undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
             self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
-            undo.callback(self.coordinator.mark_lost)
+            undo.callback(self.lose, "the engine was not built")
             self._hooks = Hooks(module, self.buckets, self.coordinator)
             undo.callback(self._hooks.detach)
             self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,
-                self.coordinator.reducer,
+                self.coordinator,
                 self.storage,
                 self.comm,
                 worker=self.worker if config.overlap_step else None,
@@ -220,6 +225,7 @@ class Engine:
             self.buckets,
             self.comm,
             self.config,
+            self._begin_run,
             broadcasts_every_forward=broadcasts_every_forward,
         )
         self.lockstep = Lockstep(self.coordinator, self.comm)
@@ -229,7 +235,12 @@ class Engine:
     @property
     def guard(self) -> NonfiniteGuard:
         """Guard against non-finite gradients, with its last report."""
-        return self.coordinator.reducer.guard
+        return self.coordinator.guard
+
+    def lose(self, reason: str) -> None:
+        """Ends the run for good, for `reason`: using a parameter is an error then. Local."""
+        self._lost_by = self._lost_by or reason
+        self.coordinator.end_run(RuntimeError(reason))
 
     def _before_collective(self, name: str) -> None:
         """Has all ranks issue collective `name` together, also if some are still in a pass."""
@@ -331,6 +342,7 @@ class Engine:
         Args:
             set_to_none: Set gradients to None and free the memory of their shards.
         """
+        self.ensure_run()
         self.storage.state_offload.check(State.GRAD)
         for bucket in self.buckets:
             bucket.grads.param_grads.zero(set_to_none=set_to_none)
@@ -471,57 +483,58 @@ class Engine:
             for bucket in self.buckets if state is State.PARAM else ():
                 bucket.return_to_device()
 
-    # ---------------------------------------------------------------- failures and the end
+    # ---------------------------------------------------------------- runs, and the end
 
-    def reset(self) -> None:
-        """Reshards all buckets after an exception and drops gradients. Local.
+    def end_run(self, error: BaseException) -> None:
+        """Ends the run, as an exception that leaves a step does. Local.
 
-        In this order: the worker ends its steps; the ranks leave their loop; then
-        `StepCoordinator.reset`.
+        The other ranks raise a PeerFailedError where they wait for this one. Parameters, main
+        parameters and optimizer states stay. The next use begins another run, without gradients.
         """
-        self._leave_loop()
-        self.coordinator.reset(sys.exc_info()[1])  # called where a user handles an exception
+        self.coordinator.end_run(error)
 
-    def _leave_loop(self) -> None:
-        self.worker.drain()  # it waits for no rank, and uses the present groups
-        self.reload_states()
-        self.lockstep.reset()
+    def ensure_run(self) -> None:
+        """Begins another run if an exception has ended the last, as every use does. Collective.
 
-    def regroup(self, deadline: timedelta, error: BaseException | None = None) -> bool:
-        """Forms new process groups after an exception and reshards all buckets. Collective.
-
-        The Trainer's strategy calls it. Other ranks receive the exception, raise where they wait
-        for this rank, and call this, too.
-
-        Args:
-            deadline: Time to wait for the other ranks.
-            error: Exception of this rank.
-
-        Returns:
-            Whether all ranks called this before the deadline. If not, collectives are no longer
-            possible.
+        Raises:
+            PeerFailedError: A rank has raised no exception of its own, or has not come within a
+                minute, or the timeout. The engine cannot be used any more.
         """
-        self._leave_loop()
-        if not self.comm.regroup(deadline, error):
-            return False
-        self.coordinator.reset(has_regrouped=True)
-        for bucket in self.average_buckets:
-            bucket.reset(has_regrouped=True)
-        for bucket in self.buckets:
-            bucket.unshard_again()
-        return True
+        self.coordinator.ensure_run()
 
-    def abort(self) -> None:
-        """Frees hooks and groups after a failed regroup; using a parameter raises from now on.
+    def _begin_run(self) -> None:
+        """Begins a run, which adopts the shards, after an exception. Collective."""
+        if self._lost_by is None:
+            self.worker.drain()  # it waits for no rank, and uses the present groups
+            self.reload_states()
+            deadline = min(as_timeout(self._timeout) or _RUN_TIMEOUT, _RUN_TIMEOUT)
+            if not self.comm.begin_run(deadline):
+                self._lost_by = self.comm.control.watchdog.runs.why_none_follows()
+        if self._lost_by is not None:
+            raise PeerFailedError(
+                f"{self._lost_by}; the shards of other ranks are gone: load a checkpoint into a "
+                "new module."
+            )
+        self.lockstep.begin_run()
+        self.coordinator.begin_run()
+        buckets = (*self.buckets, *self.average_buckets)
+        failures = [bucket.begin_run() for bucket in buckets]
+        for bucket in buckets:
+            bucket.publish()
+        failure = next((failure for failure in failures if failure is not None), None)
+        if failure is not None:
+            warnings.warn(f"after an exception: {failure}", stacklevel=2)
 
-        The Trainer's strategy calls it. Local.
-        """
+    def abandon(self, reason: str) -> None:
+        """As `lose`, and frees hooks and groups. The Trainer's strategy calls it. Local."""
         self._is_closed = True
+        self.lose(reason)
         self.worker.drain()
         self.optimizers.detach()
         self._end_checkpointing()
         self._hooks.detach()
-        self.coordinator.mark_lost()
+        for bucket in self.buckets:
+            bucket.grads.close()
         lose_held(self.live_tensors, "a rank failed, and its elements are gone")
         self.worker.close()
         self.storage.close()
@@ -556,6 +569,7 @@ class Engine:
         """
         if self._is_closed:
             return
+        self.ensure_run()
         self._is_closed = True
         self.reload_states()
         target = (device or self.device) if keep_parameters else None
@@ -563,14 +577,18 @@ class Engine:
             self.lockstep.barrier("the end of the engine")
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
+        if self.config.overlap_step and self.comm.control.union([failure is not None])[0]:
+            self.end_run(failure or RuntimeError("the last step has failed on another rank"))
+            self.ensure_run()
         failure = failure or self.coordinator.find_lost_write()
         self.optimizers.detach()
         # Before states are dropped, which the compute stream may still read.
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        # Without an error: all ranks are here, so that none follows a schedule any more.
-        failure = self.coordinator.reset(warns=False) or failure
+        # All ranks are here, so that none follows a schedule any more.
+        failures = [bucket.try_to_reshard() for bucket in self.buckets]
+        failure = next((found for found in failures if found is not None), failure)
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)

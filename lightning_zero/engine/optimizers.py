@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.core.bucket import Bucket
-from lightning_zero.core.reducer import Reducer
+from lightning_zero.core.coordinator import StepCoordinator
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.engine.consistency import describe_optimizer
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
@@ -106,7 +106,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
 
     Args:
         buckets: Buckets of the engine, in layout order.
-        reducer: Reducer of the engine, whose reductions a step waits for.
+        coordinator: Coordinator of the engine, whose reductions a step waits for.
         storage: Storage of the engine's shards.
         comm: Communicator that compares optimizers between ranks.
         worker: Thread that steps buckets during the next forward. None: no step is overlapped.
@@ -116,7 +116,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def __init__(
         self,
         buckets: Sequence[Bucket],
-        reducer: Reducer,
+        coordinator: StepCoordinator,
         storage: Storage,
         comm: Communicator,
         *,
@@ -124,7 +124,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         check_and_probe: Callable[[Optimizer], ProbeResult],
     ) -> None:
         self._buckets = buckets
-        self._reducer = reducer
+        self._coordinator = coordinator
         self._storage = storage
         self._comm = comm
         self._worker = worker
@@ -184,7 +184,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
                 optimizer,
                 found,
                 probe=self._check_and_probe,
-                reducer=self._reducer,
+                coordinator=self._coordinator,
                 storage=self._storage,
                 worker=self._worker,
             )

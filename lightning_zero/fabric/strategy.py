@@ -88,7 +88,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
 
     strategy_name = "zero"
     _user = "Fabric"
-    _can_regroup = False
+    _ends_all_waits = False
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             config,
             device=self.root_device,
             timeout=self._timeout,
-        )  # with a watchdog of its own: no rank regroups after an exception
+        )
         announce(engine)
         self._engines.append(engine)
         return ZeroModule(module, engine), optimizers, scheduler

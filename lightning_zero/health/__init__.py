@@ -6,13 +6,12 @@
     tracebacks    one traceback for ranks that fail in the same way; the user's frames alone
     watchdog      a thread per rank that detects failures of other ranks and ends waits for them
     peers         the processes of this node, watched through the kernel; the watchdogs' store
-    regroup       how the ranks agree whether to continue after a failure
+    runs          failures, and whether a run follows, as all ranks read them in one log
     waits         waits of this process, announced by engines or found in its frames
     reports       status of every rank, reported after a long wait
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank ends, or
-raises an exception under a Trainer, the watchdogs of the other ranks learn it within seconds and
-end the waits, which raise an error with the rank and the cause. A process that cannot be woken
-prints the cause and exits. In uneven calls the next control-plane round carries the error. See also
-the end of comm's text.
+raises an exception, the watchdogs of the other ranks learn it within seconds and end the waits,
+which raise an error with the rank and the cause. A process that cannot be woken prints the cause
+and exits. See also the end of comm's text.
 """

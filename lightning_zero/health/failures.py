@@ -13,7 +13,8 @@ from lightning_zero.health.waits import is_collective_call
 __all__ = [
     "DESYNC_HINT",
     "DesynchronizedError",
-    "PeerAbortedError",
+    "DeadlockError",
+    "PeerFailedError",
     "RankFailure",
     "desync_error",
     "is_transport_error",
@@ -33,8 +34,12 @@ class DesynchronizedError(RuntimeError):
     """The ranks are desynchronized: they issued different operations, or one of them failed."""
 
 
-class PeerAbortedError(DesynchronizedError):
+class PeerFailedError(DesynchronizedError):
     """Another rank raised an exception or has died; the text names the rank and the cause."""
+
+
+class DeadlockError(DesynchronizedError):
+    """All ranks wait for each other, in different places; the text says what each one does."""
 
 
 @dataclass(frozen=True)

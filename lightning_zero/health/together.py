@@ -6,7 +6,7 @@ make them raise, too, with the rank and its error:
     `run_on_all_ranks`, `failing_together`  for work after which all ranks meet: they exchange how
                                             it went, and go on or raise together
     `Watchdog.abort`                        anywhere else: the watchdogs end the waits of the other
-                                            ranks, which may regroup under a Trainer
+                                            ranks
 
 The lowest rank that failed decides what all ranks raise; an interruption, such as Ctrl-C, only if
 no rank has failed otherwise. A rank whose own error has its type and
@@ -21,21 +21,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_zero.health.failures import DesynchronizedError, summary
+from lightning_zero.health.failures import PeerFailedError, summary
 
-__all__ = ["Gather", "PeerFailedError", "failing_together", "run_on_all_ranks"]
+__all__ = ["Gather", "failing_together", "run_on_all_ranks"]
 
 _T = TypeVar("_T")
 # Returns every rank's picklable object, by rank, on every rank: a method of a strategy, of an
 # engine's control plane or of a `Channel`.
 Gather = Callable[[Any], Sequence[Any]]
-
-
-class PeerFailedError(DesynchronizedError):
-    """Another rank failed in a shared operation, after which all ranks continue.
-
-    The text names the rank and its error.
-    """
 
 
 def run_on_all_ranks(

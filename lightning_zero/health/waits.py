@@ -93,8 +93,8 @@ class Waits:
         main: Id of the thread that runs the user's code.
         group: Name of the engine's groups in a `RankStatus`, the same on every rank.
         find_others: Returns the waits that other engines of this process announce.
-        raise_failure: Called before a wait, if a rank has failed: raises the failure, unless the
-            ranks have regrouped since.
+        raise_failure: Called before a wait, if a rank has failed: raises the failure, unless
+            another run has begun since.
         raise_cause: Called with the name and the error of a wait that has failed: raises its cause,
             if that is another one.
     """
@@ -107,7 +107,7 @@ class Waits:
         raise_failure: Callable[[], object] = lambda: None,
         raise_cause: Callable[[str, RuntimeError], object] = lambda name, error: None,
     ) -> None:
-        self._num_issued = 0  # collectives of the data plane, since the ranks have regrouped
+        self._num_issued = 0  # collectives of the data plane, of this run
         self._main = main
         self._group = group
         self._find_others = find_others
@@ -132,7 +132,7 @@ class Waits:
         return self._num_issued
 
     def restart_count(self) -> None:
-        """Restarts the count, when all ranks have regrouped."""
+        """Restarts the count, when a run begins."""
         self._num_issued = 0
 
     def note_failure(self) -> None:
@@ -151,7 +151,7 @@ class Waits:
         """Context in which this thread waits for other ranks. See `Wait`.
 
         Raises:
-            PeerAbortedError: Another rank, or this one, has failed.
+            PeerFailedError: Another rank, or this one, has failed.
             DesynchronizedError: Another rank does not join.
         """
         if self._has_rank_failed:

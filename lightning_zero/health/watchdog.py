@@ -5,6 +5,8 @@ ranks read the same entries in the same order:
 
     abort    a rank has raised an exception
     dead     the process of a rank has ended while other ranks need it
+    ready    a rank that has raised an exception is ready for the next run
+    gone     a rank will not take part in the next run
     report   a rank has waited long, and requests the status of every rank
 
 A watchdog depends neither on its main thread, which may hang in a collective, nor on the
@@ -13,7 +15,8 @@ such as DataLoader workers. It learns of an exception from the log, and of the e
 its own node from the kernel. Silence alone ends nothing: a process that is stopped, or a node that
 cannot be reached, may come back, and a collective that waits for it ends at its timeout. After a
 failure the watchdog closes the connections of its own rank, so that every wait on them fails, and
-the error names the cause.
+the error names the cause. After an exception of another rank it does so a second later, and not at
+all if its own rank has raised one by then: all ranks may raise the same error. See [Note: Runs].
 """
 
 from __future__ import annotations
@@ -35,8 +38,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.health.failures import (
+    DeadlockError,
     DesynchronizedError,
-    PeerAbortedError,
+    PeerFailedError,
     RankFailure,
     desync_error,
     is_transport_error,
@@ -55,8 +59,8 @@ from lightning_zero.health.peers import (
     log_unreadable,
     poll_interval_s,
 )
-from lightning_zero.health.regroup import Regroup
 from lightning_zero.health.reports import LogEntry, Reports
+from lightning_zero.health.runs import Runs
 from lightning_zero.health.tracebacks import print_user_frames
 from lightning_zero.health.waits import Wait, Waits
 from lightning_zero.health.world import disconnect_groups, disconnect_store, end_at_exit
@@ -67,7 +71,8 @@ _STORE_TIMEOUT_S = 3.0  # the client's own timeout does not end every request
 _CONFIRM_S = 1.0  # from the end of a process until it is reported, if its exit code is unknown
 _STORE_CONFIRM_S = 3.0  # from the end of the store until it is reported
 _END_CONFIRM_S = 3.0  # of a wait for a rank that has ended well: its messages may still arrive
-_SAME_ERROR_S = 1.0  # from an exception of one rank until it is reported; others may raise it, too
+_SAME_ERROR_S = 1.0  # in which a rank that waits may raise the same exception as another one
+_BUSY_S = 5.0  # the same for a rank that computes: it may wait for a device
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
 _STORE_SETTLE_S = 3.0  # from a failure until the store is disconnected, too
 _LAST_RESORT_S = 5.0  # from a failure until a process that nothing has woken exits
@@ -86,15 +91,14 @@ class Watchdog:
         name: Prefix of its keys in the store.
         rank: Rank of this process.
         size: Number of ranks.
-        can_regroup: Whether the ranks, until `finish`, either call `regroup` after a failure or
-            exit, so that all other waits end, too. Otherwise collectives on other groups that begin
-            after a failure are not interrupted while all ranks live.
+        ends_all_waits: Whether every other wait ends, too, until `finish`. If not, collectives on
+            other groups that begin after a failure are not interrupted while all ranks live.
         describe_exit: Describes how a process that this one has started has ended, such as "ended
             with exit code 3"; returns None if it does not know.
 
     Attributes:
+        runs: Failures, and whether another run follows.
         waits: Waits of this process, and its count of collectives; `waiting` is a method of it.
-        can_regroup: Whether the ranks regroup after a failure.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Watchdog:
         *,
         rank: int,
         size: int,
-        can_regroup: bool = False,
+        ends_all_waits: bool = False,
         describe_exit: Callable[[int], str | None] = lambda pid: None,
     ) -> None:
         self._rank = rank
@@ -120,16 +124,16 @@ class Watchdog:
         # The engine's; a weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
         self._reports = Reports(self._name, rank, size, self.waits, self._moment)
-        self.can_regroup = can_regroup
+        self._ends_all_waits = ends_all_waits
         self._describe_exit = describe_exit
         # Weak references: an engine that is never closed is still freed.
         self._failure_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._lock = threading.Lock()  # guards `_failure_callbacks`, and their calls
         # State of the ranks.
-        self._epoch = 0  # number of successful regroups
-        self._aborts: dict[int, RankFailure] = {}  # first abort of each epoch
-        self._death: RankFailure | None = None
+        self.runs = Runs(rank, size)
+        self._raised_at: float | None = None  # when an exception of another rank was read
         self._own_error: DesynchronizedError | None = None
+        self._ends_own_waits = False  # an exception of this rank ends its own waits, too
         self._failed_at: float | None = None
         self._is_disconnected = False  # no collective is possible on any group of this process
         self._is_store_disconnected = False
@@ -143,7 +147,6 @@ class Watchdog:
         self._store_lost_at: float | None = None  # time.monotonic()
         self._shared_log = StoreLog(f"{self._name}/log")
         self._ends = ScriptEnds()
-        self._regroup = Regroup(self._name, rank, size)
         self._peers: Peers  # set if there is a thread
         self._thread: _Thread | None = None
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
@@ -181,12 +184,12 @@ class Watchdog:
     @property
     def failure(self) -> RankFailure | None:
         """The failure that makes collectives impossible now; None: there is none."""
-        return self._death or self._aborts.get(self._epoch)
+        return self.runs.failure
 
     @property
     def is_unrecoverable(self) -> bool:
-        """Whether the ranks can never regroup."""
-        return self._death is not None or self._is_disconnected
+        """Whether no further run is possible."""
+        return self.runs.death is not None or self._is_disconnected
 
     def add_failure_callback(self, callback: Callable[[], None]) -> None:
         """Registers `callback`, a bound method, to be called at a failure, from another thread.
@@ -213,7 +216,7 @@ class Watchdog:
 
     def _raise_cause(self, name: str, error: RuntimeError) -> None:
         """Raises the cause of a failed wait for `name`, if it is not `error` itself."""
-        if isinstance(error, (PeerAbortedError, torch.OutOfMemoryError, torch.AcceleratorError)):
+        if isinstance(error, (PeerFailedError, torch.OutOfMemoryError, torch.AcceleratorError)):
             return
         may_be_transport = may_be_transport_error(error)
         if may_be_transport:  # it may arrive before the report of its cause
@@ -224,13 +227,14 @@ class Watchdog:
         # else an error of this rank alone, such as one of pickling
 
     def raise_if_failed(self) -> None:
-        """Raises the PeerAbortedError of the current failure, if there is one.
+        """Raises the PeerFailedError of the current failure, if there is one.
 
         Its traceback leaves out the error of the transport, which is a consequence of the failure.
         """
         failure = self.failure
         if failure is not None:
-            raise self._own_error or PeerAbortedError(failure.explain_to(self._rank)) from None
+            kind = DeadlockError if failure.rank is None else PeerFailedError
+            raise self._own_error or kind(failure.explain_to(self._rank)) from None
 
     def explain(self, error: BaseException) -> None:
         """Prints the cause if `error` does not name it, such as a closed connection."""
@@ -248,17 +252,23 @@ class Watchdog:
         until = time.monotonic() + seconds + polls_s
         with self.waits.after_failed_wait():
             while self.failure is None and self._is_running():
+                self._run_in_thread(self._accept_abort)
                 if (lost_at := self._store_lost_at) is not None:
                     until = max(until, lost_at + _STORE_CONFIRM_S + polls_s)
                 if time.monotonic() > until:
                     return
-                self._run_in_thread(lambda: None)
                 time.sleep(0.02)
 
-    def abort_desynchronized(self, error: DesynchronizedError) -> None:
-        """Like `abort`, for an error that every rank detects and raises in its current wait."""
-        self._own_error = error
-        print_user_frames(error, self._rank)
+    def abort_waits(self, error: Exception) -> None:
+        """As `abort`, for an error that another thread than the main one has found.
+
+        Ends the waits of the main thread, too. Every rank finds a DesynchronizedError, and raises
+        it where it waits.
+        """
+        if isinstance(error, DesynchronizedError):
+            self._own_error = error
+            print_user_frames(error, self._rank)
+        self._ends_own_waits = True
         self.abort(error)
 
     def abort(self, error: BaseException | None) -> None:
@@ -272,65 +282,44 @@ class Watchdog:
             partial(self._append, {"kind": "abort", "text": f"rank {self._rank} {text}"})
         )
 
-    def wait_for_same_error(self, error: BaseException | None) -> None:
-        """Before `abort`: gives the other ranks a moment to raise the same error on their own.
-
-        All ranks may raise the same error; a slower rank must not be stopped before it does.
-        """
-        is_own = isinstance(error, Exception) and not isinstance(error, DesynchronizedError)
-        if error is None or not is_own or is_transport_error(error):
-            return
-        until = time.monotonic() + _SAME_ERROR_S
-        with self.waits.after_failed_wait():
-            num_raised = self._count_raised(1)
-            while self.failure is None and num_raised is not None and num_raised < self._size:
-                if time.monotonic() > until:
-                    return
-                time.sleep(0.02)
-                num_raised = self._count_raised(0)
-
-    def _count_raised(self, num: int) -> int | None:
-        return self._run_in_thread(
-            lambda: self._regroup.count_raised(self._store, self._epoch, num)
-        )
-
     def first_with(self, name: str) -> int | None:
         """Returns the rank that was the first to call this with `name`; None: it is not known."""
-        return self._run_in_thread(lambda: self._regroup.claim(self._store, self._epoch, name))
+        mine = str(self._rank)
+        key = f"{self._name}/{name}/{self.runs.number}"
+        found = self._run_in_thread(lambda: self._store and self._store.compare_set(key, "", mine))
+        return int(found) if found else None
 
-    def regroup(self, deadline: timedelta) -> bool:
+    def begin_run(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has called this, without process groups.
 
         Returns:
             Whether all ranks called in time; the same on every rank that calls.
         """
-        if not self._is_running() or self.is_unrecoverable:
-            # So that no other rank waits for this one.
-            self._run_in_thread(self._refuse_regroup)
-            return False
-        epoch, until = self._epoch, time.monotonic() + deadline.total_seconds()
-        wait = Wait("the other ranks to regroup", time.monotonic())
-        with self.waits.announced(wait):
-            came = self._run_in_thread(lambda: self._regroup.arrive(self._store, epoch))
-            while came is None and self._is_running():
+        until = time.monotonic() + deadline.total_seconds()
+        is_lost = not self._is_running() or self.is_unrecoverable
+        self._run_in_thread(partial(self._append, {"kind": "gone" if is_lost else "ready"}))
+        with self.waits.announced(Wait("the other ranks after an exception", time.monotonic())):
+            while self.runs.follows() is None and self._is_running():
+                is_over = self.is_unrecoverable or time.monotonic() > until
+                if is_over or self._store is None:
+                    self._run_in_thread(partial(self._append, {"kind": "gone"}))
+                    break
+                self._run_in_thread(lambda: None)  # reads the log
                 time.sleep(0.02)
-                came = self._run_in_thread(
-                    lambda: self._regroup.decide(
-                        self._store,
-                        epoch,
-                        is_over=self.is_unrecoverable or time.monotonic() > until,
-                    )
-                )
-        if not came or self.is_unrecoverable:
+        if not self.runs.follows() or self.is_unrecoverable:
             return False
-        self._failed_at = self._own_error = None
+        self._failed_at = self._raised_at = self._own_error = None
+        self._ends_own_waits = False
         self.waits.restart_count()
-        self._epoch += 1
-        self._run_in_thread(self._on_failure)  # a faster rank may have failed again already
+        self.runs.begin()
+        self._run_in_thread(self._look_at_next_run)
         return True
 
-    def _refuse_regroup(self) -> None:
-        self._regroup.decide(self._store, self._epoch, is_over=True)
+    def _look_at_next_run(self) -> None:
+        """Acts on what a faster rank has already appended for the run that has begun."""
+        if self.runs.other_failure is not None:
+            self._raised_at = time.monotonic()
+        self._on_failure()
 
     def finish(self) -> None:
         """Ends this rank's part: it no longer needs the others, nor they this rank."""
@@ -429,7 +418,7 @@ class Watchdog:
 
     def _append(self, entry: LogEntry) -> None:
         """Appends an entry to the shared log, and reads the log up to it."""
-        mine = json.dumps({**entry, "epoch": self._epoch, "by": self._rank})
+        mine = json.dumps({**entry, "epoch": self.runs.number, "by": self._rank})
         if self._store is None:
             return
         for found in self._shared_log.append(self._store, mine):
@@ -443,14 +432,13 @@ class Watchdog:
         try:
             entry = json.loads(text)
             kind, by = entry["kind"], entry["by"]
-            if kind == "abort":
-                failure = RankFailure(by if entry.get("is_own", True) else None, entry["text"])
-                if self._aborts.setdefault(entry["epoch"], failure) is failure:
-                    self._on_failure()
-                    if failure.rank is None:
-                        self._end_other_waits(entry)
-            elif kind == "dead":
+            if kind == "dead":
                 self._record_death(entry["rank"], entry["text"])
+            elif kind != "report":
+                before = self.failure
+                self.runs.take(entry)
+                if kind == "abort" and self.runs.number == entry["epoch"]:
+                    self._on_abort(entry, by, is_new=self.failure is not before)
         except (ValueError, KeyError, TypeError):
             log_unreadable(text)
             return None
@@ -458,6 +446,25 @@ class Watchdog:
             for answer in self._reports.answer(self._store, number, entry):
                 self._append(answer)
         return dict(entry)
+
+    def _on_abort(self, entry: LogEntry, by: int, *, is_new: bool) -> None:
+        """Acts on the abort of rank `by` in this run; `is_new`: it is the failure from now on."""
+        if not entry.get("is_own", True):  # a deadlock, which no single rank has caused
+            if is_new:
+                self._on_failure()
+                self._end_other_waits(entry)
+        elif by == self._rank:
+            self.waits.note_failure()
+            if self._ends_own_waits:
+                self._on_failure()
+        elif self._raised_at is None:
+            self._raised_at = time.monotonic()
+
+    def _accept_abort(self) -> None:
+        """Ends the waits of this rank because another one has raised an exception."""
+        if self.runs.accept():
+            self._on_failure()
+            self._append({"kind": "gone"})
 
     def _end_other_waits(self, entry: LogEntry) -> None:
         """After a deadlock: ranks may wait in other engines, with watchdogs of their own."""
@@ -467,11 +474,7 @@ class Watchdog:
                 other._peers.wake()
 
     def _record_death(self, rank: int, text: str) -> None:
-        if self._death is None:
-            before = self._aborts.get(self._epoch)
-            if before is not None and before.rank == rank:
-                text = before.text
-            self._death = RankFailure(rank, text)
+        if self.runs.record_death(rank, text):
             self._on_failure()
 
     def _on_failure(self) -> None:
@@ -489,7 +492,7 @@ class Watchdog:
 
     def _mark_left(self, end: str | None = None) -> None:
         """Marks this rank as finished: no rank waits for it. `end`: how its script has ended."""
-        self._refuse_regroup()
+        self._append({"kind": "gone"})
         if self._store is None:
             return
         if end is not None:
@@ -534,7 +537,11 @@ class Watchdog:
 
     def _poll_main(self) -> None:
         wait = self.waits.main_thread_wait()
-        failed_at, failure = self._failed_at, self.failure  # read once: a regroup resets them
+        if self._raised_at is not None:
+            waited_s = time.monotonic() - max(self._raised_at, 0.0 if wait is None else wait.since)
+            if waited_s > (_BUSY_S if wait is None else _SAME_ERROR_S):
+                self._accept_abort()
+        failed_at, failure = self._failed_at, self.failure  # read once: the next run clears them
         if failed_at is not None and failure is not None:
             if wait is not None and not wait.is_engine_group and wait.needs(failure.rank):
                 self._wake_main(wait, failure, failed_at)
@@ -545,9 +552,9 @@ class Watchdog:
 
     def _wake_main(self, wait: Wait, failure: RankFailure, failed_at: float) -> None:
         """Ends a wait outside the engine's groups, which a failure does not end by default."""
-        must_regroup = self.can_regroup and self._is_needed
-        is_dead = failure is self._death
-        if not (must_regroup or is_dead or wait.since < failed_at):
+        ends_all = self._ends_all_waits and self._is_needed
+        is_dead = failure is self.runs.death
+        if not (ends_all or is_dead or wait.since < failed_at):
             return
         waited_s = time.monotonic() - max(failed_at, wait.since)
         if waited_s > _SETTLE_S and not self._is_disconnected:

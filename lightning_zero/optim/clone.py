@@ -238,7 +238,6 @@ class OptimizerClone:
         is_joint: See above.
         group_of: Index of the parameter group, by parameter.
         result: What `call` has returned.
-        error: Exception of `call`; after one, nothing is stepped.
     """
 
     def __init__(
@@ -251,7 +250,6 @@ class OptimizerClone:
         self.optimizer = optimizer
         self.is_joint = is_joint
         self.result: Any = None
-        self.error: Exception | None = None
         self.group_of: dict[nn.Parameter, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             self.group_of.update(dict.fromkeys(group["params"], index))
@@ -268,12 +266,9 @@ class OptimizerClone:
         return groups, scalars_to_cpu(self._attributes)
 
     def step(self, slices: Sequence[Slice]) -> None:
-        """Steps `slices`, and keeps an exception in `error`: other ranks wait for what follows."""
-        if self.error is None and (slices or self.is_joint):
-            try:
-                self._step(slices)
-            except Exception as error:
-                self.error = error
+        """Steps `slices`."""
+        if slices or self.is_joint:
+            self._step(slices)
 
     def finish(self) -> None:
         """After the last call: copies back what it has set in groups and attributes."""

@@ -30,7 +30,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from types import MethodType
@@ -42,9 +42,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of, lockstep_of
+from lightning_zero.core.coordinator import StepCoordinator
 from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
-from lightning_zero.health.together import failing_together
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.chunks import BucketStep, StepCall, calls_of, chunks_of
@@ -67,7 +67,7 @@ class OptimizerStep:
         optimizer: The user's optimizer.
         found: Result of its probe.
         probe: Probes an optimizer again, after its options have changed.
-        reducer: Reducer that has the buckets and their gradients.
+        coordinator: Coordinator of the engine, whose reducer has the buckets and their gradients.
         storage: Stores of the buckets.
         worker: Worker thread for overlapped steps; None: no overlap.
 
@@ -82,7 +82,7 @@ class OptimizerStep:
         found: ProbeResult,
         *,
         probe: Callable[[Optimizer], ProbeResult],
-        reducer: Reducer,
+        coordinator: StepCoordinator,
         storage: Storage,
         worker: StepWorker | None,
     ) -> None:
@@ -91,7 +91,7 @@ class OptimizerStep:
         self._probe = probe
         self._known_settings = [probed_settings(optimizer)]  # settings that have been probed
         self._known_members: set[nn.Parameter] = set()  # parameters that have been checked
-        self._reducer = reducer
+        self._coordinator = coordinator
         self._storage = storage
         self._worker = worker if found.kind is StepKind.BY_BUCKET else None  # None: step at once
         self._view = StateView(optimizer.state, self._before_access)
@@ -149,6 +149,10 @@ class OptimizerStep:
         self._adopt_state()
         load_optimizer_state_dict(self.optimizer, state_dict)
 
+    @property
+    def _reducer(self) -> Reducer:
+        return self._coordinator.reducer
+
     def _own_buckets(self) -> list[Bucket]:
         members = set(parameters_of(self.optimizer))
         order = self._reducer.step_order()
@@ -171,12 +175,8 @@ class OptimizerStep:
             return loss
         buckets = self._buckets_with_grads(members)
         clone = self._clone(closure, loss)
-        try:
-            for some, worker in self._divide(buckets):
-                self._step_buckets(clone, some, worker)
-        except Exception:
-            self._reducer.note_failed_step()
-            raise
+        for some, worker in self._divide(buckets):
+            self._step_buckets(clone, some, worker)
         self._after_step(buckets)
         return clone.result if self._is_joint else loss
 
@@ -245,22 +245,20 @@ class OptimizerStep:
             buckets[0].wait_for_all_steps()
         steps = [BucketStep(bucket, clone, has_grads=has_grads) for bucket in buckets]
         loop = StepLoop(self._storage.device, steps)
-        begun = list[Bucket]()
         try:
             work = []
             for step in steps:
                 step.bucket.begin_step(loop.add() if worker is not None else None)
-                begun.append(step.bucket)
                 work.append(step.chunks())
             calls = calls_of(work, is_joint=clone.is_joint)
-            run = partial(_step_calls, calls, clone, self._storage, loop, begun)
+            run = partial(_step_calls, calls, clone, self._storage, loop)
             if worker is not None:
                 worker.submit(loop, run)
             else:
                 run()
         except BaseException as error:
-            loop.fail(error)  # a reset waits for the end of the loop
-            _end_unstepped(begun)
+            loop.fail(error)  # the next run waits for the end of the loop
+            self._coordinator.end_run(error)
             raise
 
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
@@ -308,8 +306,7 @@ class OptimizerStep:
         self._adopt_state()
         method = partial(_call, name, args, kwargs)
         clone = OptimizerClone(self.optimizer, method, is_joint=True)
-        with failing_together(f"run {call}", gather=lockstep.gather_objects):
-            self._step_buckets(clone, buckets, has_grads=False)
+        self._step_buckets(clone, buckets, has_grads=False)
         self._after_step(buckets)
         return clone.result
 
@@ -353,7 +350,6 @@ def _step_calls(
     clone: OptimizerClone,
     storage: Storage,
     loop: StepLoop,
-    begun: list[Bucket],
 ) -> None:
     """The loop of a step. See [Note: One step of the user's optimizer].
 
@@ -362,7 +358,6 @@ def _step_calls(
         clone: Copy of the optimizer's settings.
         storage: Stores of the buckets.
         loop: Counts the buckets that are stepped, for other threads.
-        begun: Buckets of the calls, whose step has begun. Each is removed when its step ends.
     """
     in_files = [call.ranges for call in calls if call.ranges]
     try:
@@ -378,29 +373,16 @@ def _step_calls(
             buffer: AbstractContextManager[list[Tensor]]
             buffer = storage.pipeline.next_job() if call.ranges else nullcontext([])
             with buffer as views, call.recorded():
-                slices = call.load(views)
-                clone.step(slices)  # keeps an exception: other ranks wait for what follows
+                clone.step(call.load(views))
                 call.store()
             for bucket in call.ended:
-                begun.remove(bucket)
                 bucket.end_step()  # issues the all-gather, where parameters are replicated
-                if clone.error is None:
-                    loop.advance()
+                loop.advance()
     except BaseException:
         for call in calls:
             call.discard()
-        _end_unstepped(begun)
         raise
-    if clone.error is not None:
-        raise clone.error
     clone.finish()
-
-
-def _end_unstepped(begun: list[Bucket]) -> None:
-    """Issues the all-gathers after a step that failed: ranks where it has not wait for them."""
-    while begun:
-        with suppress(Exception):  # the groups are gone
-            begun.pop(0).end_step()
 
 
 def _evaluated(loss: Any, name: str) -> Callable[[], Any]:

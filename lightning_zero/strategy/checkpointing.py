@@ -46,7 +46,7 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.health.together import failing_together
 from lightning_zero.layout.names import with_saved_names
 from lightning_zero.strategy.averages import Averages, check_restorable
-from lightning_zero.strategy.engine_strategy import REGROUP_TIMEOUT, EngineStrategy, run_state
+from lightning_zero.strategy.engine_strategy import EngineStrategy, run_state
 from lightning_zero.strategy.finite import (
     NONFINITE_KEY,
     find_nonfinite_parameters,
@@ -273,8 +273,8 @@ class CheckpointStrategy(EngineStrategy):
             checkpoint[METADATA_KEY] = {"auto": chosen}
         if not self._can_communicate():
             rank_zero_warn(
-                f"{filepath} was not saved: the ranks did not regroup within "
-                f"{REGROUP_TIMEOUT.seconds} s after the exception, so that shards are missing."
+                f"{filepath} was not saved: not every rank was there after the exception, so that "
+                "shards are missing."
             )
             return
         filepath = self.broadcast(filepath)  # ranks may format different metrics into file names
@@ -429,7 +429,7 @@ class CheckpointStrategy(EngineStrategy):
         if hasattr(launcher, "procs"):
             launcher.procs = []  # the started processes belong to this process
         state["_launcher"] = launcher
-        of_runs = ("_closed", "_watched_by", "_has_regrouped", "_keeps_full_module")
+        of_runs = ("_closed", "_watched_by", "_is_interrupted", "_keeps_full_module")
         renewed = {
             "_masters_to_load": {},
             "_loops": LockstepLoops(),

@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -51,6 +50,7 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.engine.beginning import held_error
 from lightning_zero.engine.counting import cpu_param_bytes, full_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.health.tracebacks import print_once
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.launch.children import release_children
@@ -77,11 +77,10 @@ from lightning_zero.tensors.meta import (
 from lightning_zero.tensors.ties import check_memory
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 
-__all__ = ["REGROUP_TIMEOUT", "EngineStrategy", "UnshardAfterFit", "run_state"]
+__all__ = ["EngineStrategy", "UnshardAfterFit", "run_state"]
 
 UnshardAfterFit = bool | Literal["auto"]
 
-REGROUP_TIMEOUT = timedelta(seconds=60)
 _CPU = torch.device("cpu")
 _GIB = 2**30
 
@@ -110,7 +109,7 @@ class EngineStrategy(ProcessStrategy):
         self._last_masters: dict[str, Tensor] = {}  # by name, for a 16-bit module; on rank 0
         self._lost_states_reason = ""  # why the last fit's optimizer states cannot be saved
         self._watched_by: Watchdog | None = None  # watchdog of the last run that was set up
-        self._has_regrouped: bool | None = None  # None: no exception in this run
+        self._is_interrupted = False  # by an exception, after which no shard may be needed
         self._keeps_full_module: bool | None = None  # None: not decided yet for this run
         super().__init__(**of_processes)
 
@@ -216,7 +215,7 @@ class EngineStrategy(ProcessStrategy):
         assert self.model is not None
         self.accelerator.setup(trainer)
         self._watched_by = self._watchdog
-        self._has_regrouped = self._keeps_full_module = None  # state of the previous run
+        self._is_interrupted, self._keeps_full_module = False, None  # of the previous run
         check_none_dropped(self.model)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -351,12 +350,7 @@ class EngineStrategy(ProcessStrategy):
     @override
     def _enter_collective(self, name: str, *, everyone: bool = True) -> bool:
         """As in the base class; a RuntimeError if another rank is not here, or has failed."""
-        is_lost = self._has_regrouped is False
-        if (
-            not super()._enter_collective(name, everyone=everyone)
-            or is_lost
-            or not self._can_communicate()
-        ):
+        if not super()._enter_collective(name, everyone=everyone) or not self._can_communicate():
             return False
         if self._engine is not None:
             lockstep = self._engine.lockstep
@@ -366,24 +360,33 @@ class EngineStrategy(ProcessStrategy):
     # ---------------------------------------------------------------- failure and teardown
 
     def _can_communicate(self) -> bool:
-        """Whether collectives are possible. After an exception the ranks first regroup, once.
+        """Whether collectives are possible. Collective after an exception, which ends a run.
 
-        The failing rank notifies the others, which raise at their next control-plane round. If all
-        ranks call this within the deadline, they continue with new process groups, resharded.
+        The other ranks raise where they wait for the rank that has failed. If all ranks call this
+        within a minute, they continue with new process groups and the same shards.
         """
         if self._engine is None:
             return self._watched_by is None or self._watched_by.failure is None
-        if run_state(self._engine.module).status != TrainerStatus.INTERRUPTED:
-            return True
-        if self._has_regrouped is None:
-            deadline = min(self._timeout or REGROUP_TIMEOUT, REGROUP_TIMEOUT)
-            self._has_regrouped = self._engine.regroup(deadline, sys.exc_info()[1])
-        return self._has_regrouped
+        if run_state(self._engine.module).status == TrainerStatus.INTERRUPTED:
+            self._end_run(sys.exc_info()[1])
+        try:
+            self._engine.ensure_run()
+        except DesynchronizedError:
+            return False
+        return True
+
+    def _end_run(self, error: BaseException | None) -> None:
+        """Ends the engine's run, once in each run of the Trainer. Local."""
+        if self._engine is not None and not self._is_interrupted:
+            self._is_interrupted = True
+            self._engine.end_run(error or RuntimeError("the run was interrupted"))
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        self._end_run(exception)
         if isinstance(exception, RequeuedExit):
-            self._has_regrouped = False  # all is saved and time is short: unshard nothing
+            if self._engine is not None:  # all is saved and time is short: unshard nothing
+                self._engine.lose("the job is queued again")
         elif isinstance(exception, SIGTERMException):
             with_status(exception)  # Lightning's own exception has status 0
         if self._watchdog is not None:
@@ -427,7 +430,7 @@ class EngineStrategy(ProcessStrategy):
             else:
                 engine.comm.close()
         else:
-            engine.abort()
+            engine.abandon("a rank failed")
             if self._averages is not None:
                 self._averages.restore_methods()
             if self._is_fitting:

@@ -67,7 +67,7 @@ class LockstepLoops:
         """Installs the patches of a run. Call before Lightning installs its handlers. Local."""
         self.end()
         self._trainer, self._lockstep, self._has_sigterm = trainer, lockstep, False
-        lockstep.order.set_stop_request(self._stop_request)
+        lockstep.set_stop_request(self._stop_request)
         self._of_run.put(trainer.fit_loop.epoch_loop, _CHECK_SIGTERM, self.check_stop_requests)
         self._of_run.put(
             trainer._signal_connector, _HANDLE_SIGTERM, partial(self._on_sigterm, trainer)

@@ -66,7 +66,7 @@ class Processes(_Base):
     """
 
     _user = "Trainer"  # class that the user gives the strategy to, in messages
-    _can_regroup = True  # whether the ranks form new groups after an exception
+    _ends_all_waits = True  # of a rank, after an exception of another one
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class Processes(_Base):
             next_watchdog_name(self.global_rank),
             rank=self.global_rank,
             size=self.world_size,
-            can_regroup=self._can_regroup,
+            ends_all_waits=self._ends_all_waits,
             describe_exit=how_child_ended,
         )
 

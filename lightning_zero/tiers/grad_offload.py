@@ -147,8 +147,8 @@ class OffloadedGrad:
                 pending.transfer.wait()
             self._release_staging(pending)
 
-    def reset(self) -> None:
-        """Drops a mean in flight, after an exception."""
+    def cancel(self) -> None:
+        """Drops a mean in flight."""
         pending = self._take_pending()
         if pending is not None:
             if pending.transfer is not None:

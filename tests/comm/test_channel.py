@@ -177,6 +177,7 @@ def _abort_between_sessions(rank, world_size):
         time.sleep(0.01)
     if rank == 1:
         comm.abort()
+        comm.close()
         assert not channel.is_open
     go_on.set()
     thread.join()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_zero.comm.backends import GlooBackend
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.fake import FakeCommunicator, fake_world
-from lightning_zero.health.failures import PeerAbortedError
+from lightning_zero.health.failures import PeerFailedError
 from lightning_zero.record.spans import Kind
 from tests.support.ranks import run_ranks
 
@@ -145,7 +145,7 @@ def _abort_before_each(rank, world_size, is_early):
         time.sleep(0.1 if is_early == (rank != 1) else 0.0)
         start = time.monotonic()
         if rank != 1:
-            with pytest.raises(PeerAbortedError, match="because rank 1 stopped"):
+            with pytest.raises(PeerFailedError, match="because rank 1 stopped"):
                 call(comm)
         comm.abort()
         seconds[name] = time.monotonic() - start

@@ -337,27 +337,39 @@ def _generate(rank, world_size, spec):
 
 @pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_error_on_one_rank_ends_the_context_on_all_and_they_can_go_on(stage):
+def test_an_error_on_all_ranks_ends_the_context_and_they_can_go_on(stage):
     start = time.monotonic()
-    losses, texts = zip(*run_ranks(3, _fail_inside, stage), strict=True)
+    losses, texts = zip(*run_ranks(3, _fail_inside, stage, (0, 1, 2)), strict=True)
     assert time.monotonic() - start < 30
     assert losses[0] == losses[1] == losses[2]
-    text = "rank 1 failed, and all ranks with it: ArithmeticError: out of luck"
-    assert texts == (text, "out of luck", text)
+    assert texts == ("out of luck",) * 3
 
 
-def _fail_inside(rank, world_size, stage):
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_error_on_one_rank_ends_the_context_on_all(stage):
+    start = time.monotonic()
+    found = run_ranks(3, _fail_inside, stage, (1,))
+    assert time.monotonic() - start < 30
+    cause = "rank 1 raised ArithmeticError: out of luck"
+    texts = [f"rank {rank} stops because {cause}" for rank in range(3)]
+    assert found == [(None, texts[0]), (None, "out of luck"), (None, texts[2])]
+
+
+def _fail_inside(rank, world_size, stage, failing):
     module, optimizer = build()
     engine = engine_for(module, [optimizer], stage)
     caught = None
     try:
         with lightning_zero.uneven_calls(module):
-            generate(module.gpt, torch.arange(4)[None], 1 + rank)
-            if rank == 1:
+            generate(module.gpt, torch.arange(4)[None], 1 + (rank if len(failing) == 1 else 0))
+            if rank in failing:
                 raise ArithmeticError("out of luck")
             generate(module.gpt, torch.arange(4)[None], 2 * rank)
     except (ArithmeticError, RuntimeError) as error:
         caught = str(error)
+    if len(failing) < world_size:
+        return None, caught
     for _ in range(2):
         engine.backward(module(batch(0, 0)))
         engine.step()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_zero.core.mixed_dtypes import explain_dtype_error
-from lightning_zero.health.failures import PeerAbortedError
+from lightning_zero.health.failures import PeerFailedError
 from tests.support.notes import text_of_error
 
 
@@ -40,7 +40,7 @@ def test_a_note_names_the_module_and_the_setting_and_the_error_is_unchanged():
 @pytest.mark.parametrize(
     "error",
     [
-        PeerAbortedError("rank 0 stops because rank 1 raised RuntimeError: mixed dtype"),
+        PeerFailedError("rank 0 stops because rank 1 raised RuntimeError: mixed dtype"),
         ValueError("the second half of the data is empty"),
     ],
 )

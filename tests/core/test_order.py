@@ -19,7 +19,6 @@ from lightning_zero.comm.rounds import Request, RequestKind
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.core.passes import hoist_all_gathers
 from lightning_zero.health.failures import DesynchronizedError
-from lightning_zero.health.together import PeerFailedError
 
 NUM_UNITS = 5
 
@@ -351,21 +350,6 @@ def test_passes_that_alternate_are_recorded():
     assert awaited[-4:] == [0] * 4
 
 
-def test_a_rank_that_alone_has_dropped_its_schedules_is_an_error():
-    world = World(2, random.Random(0))
-
-    def program(rank):
-        one = Rank(world, rank)
-        for number in range(6):
-            one.evaluate_once(range(NUM_UNITS))
-            if number == 3 and rank == 0:
-                one.order.reset()  # after an exception that the other rank did not raise
-                one.unsharded.clear()
-
-    with pytest.raises(DesynchronizedError, match="reached a different call"):
-        world.run(program)
-
-
 @pytest.mark.parametrize("odd_step", range(8, 12))
 def test_ranks_that_begin_different_known_passes_issue_no_different_events(odd_step):
     world = World(2, random.Random(odd_step))
@@ -487,46 +471,6 @@ def test_a_broken_rule_is_detected(kind):
         except (Deadlock, DesynchronizedError, AssertionError, IndexError):
             return
     pytest.fail("nothing went wrong")
-
-
-def _fail_in_a_loop(size, failing, seed):
-    world = World(size, random.Random(seed))
-    errors = {}
-
-    def program(rank):
-        one = Rank(world, rank)
-        for _ in range(4):
-            one.step(range(NUM_UNITS))
-        one.order.allow_uneven_calls(True)
-        try:
-            for number in range(5):
-                one.order.begin("forward")
-                for unit in range(NUM_UNITS):
-                    if rank == failing and number == 3 and unit == 2:
-                        one.order.report_failure(ValueError("bad sample"))
-                        raise ValueError("bad sample")
-                    one.use(unit)
-                    one.unsharded.discard(unit)
-            one.order.serve_until(RequestKind.DONE, "the end")
-        except (PeerFailedError, ValueError) as error:
-            errors[rank] = str(error)
-        one.order.reset()
-        one.order.allow_uneven_calls(False)
-        one.unsharded.clear()
-        for _ in range(4):
-            one.step(range(NUM_UNITS))
-
-    world.run(program)
-    return errors
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_all_ranks_receive_the_failure_of_one_and_continue(size):
-    errors = _fail_in_a_loop(size, 1, 0)
-    assert errors.pop(1) == "bad sample"
-    expected = "rank 1 failed, and all ranks with it: ValueError: bad sample"
-    assert set(errors.values()) == {expected}
-    assert len(errors) == size - 1
 
 
 BACKWARD = 3  # the event, with three units

@@ -155,7 +155,7 @@ def _train(rank, world_size, stage, param_dtype):
             except (RuntimeError, ValueError) as error:
                 found[is_inside, write.__name__] = "refused", NAME in str(error)
             net.blocks[1].weight = weight
-            engine.reset()
+            engine.end_run(RuntimeError())
             optimizer.state.clear()
             with gathered(net, writeback=True):
                 net.load_state_dict(start.state_dict())
@@ -250,7 +250,6 @@ def _look_and_write(rank, world_size, folder):
     for block in net.blocks:
         block.register_forward_hook(lambda m, *_: used.append(m.weight.detach().float().unique()))
     net(x)
-    engine.reset()
     engine.close()
     return torch.cat(used).tolist()
 
@@ -269,7 +268,6 @@ def _refuse(rank, world_size):
             with context(), pytest.raises(RuntimeError, match="is dropped"):  # noqa: SIM117
                 with gathered(net):
                     write(net)
-            engine.reset()
             with gathered(net):
                 assert all(torch.equal(v, before[name]) for name, v in net.state_dict().items())
     engine.backward(net(torch.ones(2, 12)))
@@ -319,9 +317,10 @@ def _fail(rank, world_size):
             block.weight.data = torch.zeros(3)
         raise KeyError
 
-    with pytest.raises(KeyError), pytest.warns(UserWarning, match="keeps its shape"):  # noqa: SIM117
-        with engine.forward_context():
-            fail()
+    with pytest.raises(KeyError), engine.forward_context():
+        fail()
+    with pytest.warns(UserWarning, match="keeps its shape"):
+        engine.ensure_run()
     assert not any(bucket.is_unsharded for bucket in engine.buckets)
     for _ in range(2):
         engine.backward(net(torch.ones(2, 12)))

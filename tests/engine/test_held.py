@@ -129,7 +129,7 @@ def _leave_no_memory(rank, world_size):
 def _abort(rank, world_size):
     module, _, engine = _trained(rank, 3)
     held = module.gpt.head.weight.detach().clone()
-    engine.abort()
+    engine.abandon("a rank failed")
     assert "a rank failed" in _errors(held)[0]
 
 

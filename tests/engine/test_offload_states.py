@@ -143,11 +143,13 @@ def _misuse(rank, world_size, stage, path):
     engine.offload_states(["gradients"])
     with torch.no_grad():
         module(ids)
+    loss = module(ids)
     with needs:
-        engine.backward(module(ids))
+        engine.backward(loss)
     with needs:
         engine.zero_grad()
     engine.reload_states(["gradients"])
+    engine.backward(loss)
 
     engine.offload_states("parameters")
     for use, inputs in ((module, ids), (module.gpt.blocks[0], torch.zeros(1, 3, 32))):

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
-from lightning_zero.health.failures import DesynchronizedError, PeerAbortedError
+from lightning_zero.health.failures import DesynchronizedError, PeerFailedError
 from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
 from lightning_zero.health.reports import report
 from lightning_zero.health.waits import RankStatus, is_one_way, user_frames
@@ -53,7 +53,7 @@ def _error_of(action):
         action()
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, PeerAbortedError) and error.__cause__ is not None:
+        if isinstance(error, PeerFailedError) and error.__cause__ is not None:
             text += " with the error of the transport in its traceback"
         return text, time.monotonic() - start
     return "", time.monotonic() - start
@@ -100,7 +100,7 @@ def _fit_with_fault(rank, world_size, stage, fault, num_workers):
 def test_an_exception_beside_workers_of_a_data_loader_ends_all_ranks(stage):
     first, second = run_ranks(2, _fit_with_fault, stage, _raise, 1, has_group=False)
     assert second[0] == "ArithmeticError: out of luck"
-    assert first[0].startswith("PeerAbortedError: rank 0 stops because rank 1 raised Arithmetic")
+    assert first[0].startswith("PeerFailedError: rank 0 stops because rank 1 raised Arithmetic")
     assert "out of luck" in first[0]
 
 
@@ -617,7 +617,7 @@ def test_a_rank_started_by_hand_that_dies_is_named_by_those_that_wait_for_it(cod
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     _, errors = ranks[0].communicate(timeout=60)
     ranks[1].communicate()
-    assert f"PeerAbortedError: rank 0 stops because rank 1 {text}" in errors, errors
+    assert f"PeerFailedError: rank 0 stops because rank 1 {text}" in errors, errors
 
 
 _SCRIPT = """
@@ -682,7 +682,7 @@ def _assert_the_dead_rank_is_named(run, *call):
     with pytest.raises(RankError) as caught:
         run(*call)
     # The exit status can be read for a moment only: the parent process reads it, too.
-    text = "PeerAbortedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
+    text = "PeerFailedError: rank 1 stops because rank 0 (was killed by SIGKILL|has died)"
     assert re.search(text + r".* after (\d|1[0-4]) seconds", str(caught.value), re.DOTALL)
 
 
@@ -695,7 +695,7 @@ def _make_a_group_alone(rank, world_size, port):
         time.sleep(1)
         watchdog.abort(ArithmeticError("out of luck"))
         return None
-    failing = pytest.raises(PeerAbortedError)
+    failing = pytest.raises(PeerFailedError)
     with failing as caught, watchdog.waiting("a new group", is_engine_group=False):
         dist.new_group()
     return str(caught.value)
@@ -765,7 +765,7 @@ def _write_nonsense(rank, world_size):
 def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
     (error, logged), _ = run_ranks(2, _write_nonsense)
     assert error == (
-        "PeerAbortedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
+        "PeerFailedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
     )
     assert "not readable and is skipped" in logged
 
@@ -826,8 +826,8 @@ def test_there_is_nothing_to_watch_without_other_ranks():
     watchdog = Watchdog("alone", rank=0, size=1)
     with watchdog.waiting("an object"):
         pass
-    with pytest.raises(PeerAbortedError), watchdog.waiting("an object"):
-        raise PeerAbortedError
+    with pytest.raises(PeerFailedError), watchdog.waiting("an object"):
+        raise PeerFailedError
     watchdog.finish()
     watchdog.stop()
 

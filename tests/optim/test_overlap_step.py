@@ -163,7 +163,6 @@ def _fails(rank, world_size, stage, ends):
         use()
     SlowSGD.fails = False
     if not ends:
-        engine.reset()
         backward(rank, net, engine)
         engine.step()
         engine.close()
@@ -189,7 +188,7 @@ def _handed_over_in_part(rank, world_size):
         engine.step()
     del bucket.begin_step
     with pytest.warns(UserWarning, match="may have been stepped"):
-        engine.reset()
+        engine.ensure_run()
     backward(rank, net, engine)
     engine.step()
     engine.close()

@@ -168,7 +168,7 @@ class _Training:
                 try:
                     self._backward()
                 except _FailureError:
-                    self._engine.reset()
+                    self._engine.ensure_run()
                 else:
                     raise AssertionError("nothing has failed")
             self._module.failing = ""
