@@ -43,6 +43,8 @@ from lightning_zero.tiers.storage import Storage
 
 __all__ = ["AttachedOptimizers", "as_optimizers", "check_and_probe"]
 
+_HOOKS = "_optimizer_step_pre_hooks"  # an attribute that torch's constructor makes
+
 
 def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """Returns the user's optimizer or optimizers as a list.
@@ -58,10 +60,12 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
                 "optimizers must be a torch.optim.Optimizer or a list of them, got "
                 f"{type(optimizer).__name__}; pass Engine(module, optimizers=[optimizer])."
             )
-        if not hasattr(optimizer, "param_groups"):
+        # A wrapper may not call torch's constructor, which makes both.
+        if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, _HOOKS)):
             raise TypeError(
-                f"{type(optimizer).__name__} has no param_groups, so it cannot step shards of "
-                "parameters; if it wraps another optimizer, pass that one."
+                f"{type(optimizer).__name__} has no param_groups, or no hooks of torch's constructor, "
+                "so it cannot step shards of parameters; if it wraps another optimizer, pass that "
+                "one, else call super().__init__(params, defaults) in its constructor."
             )
         check_own_methods(optimizer)
     return optimizers

@@ -335,3 +335,19 @@ def test_an_attribute_that_is_deleted_during_a_step_stays_deleted():
     del optimizer.grad_scale
     copy_back(optimizer, made, groups, given)
     assert not hasattr(optimizer, "grad_scale")
+
+
+class NotConstructed(torch.optim.Optimizer):
+    """Steps another optimizer, and has its groups, without torch's constructor."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_torchs_constructor_is_refused():
+    optimizer = NotConstructed(torch.optim.SGD(Net().parameters(), lr=0.1))
+    with pytest.raises(TypeError, match=r"NotConstructed has no .*wraps another.*pass that one"):
+        Engine(Net(), [optimizer])
