@@ -20,7 +20,7 @@ from tests.support.core_programs import GRADIENTS, LOOKS, SWAPS, WRITES, lerp, m
 from tests.support.core_runs import Net, PlainRun, ZeroRun, compared, difference
 from tests.support.core_writes import UNCOUNTED, WRITES_BY_MOMENT
 from tests.support.fitting import make_trainer
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 from tests.support.withdrawn import WITHDRAWN
 
 CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}

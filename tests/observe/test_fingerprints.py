@@ -14,7 +14,7 @@ from lightning_zero.callbacks import Fingerprints
 from lightning_zero.cli import main
 from tests.support.fitting import fit, settings
 from tests.support.models import GANModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Corrupt(Callback):
