@@ -4,6 +4,7 @@ Nothing here imports torch or Lightning: the process that only distributes tests
 """
 
 import gc
+import importlib
 import os
 import sys
 import time
@@ -34,6 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
     features.pytest_configure(config)
     config.stash[_BEGIN_S] = time.monotonic()
     os.environ["COLUMNS"] = "120"  # tables are as in a file; pytest-xdist sets 80
+
+
+def pytest_collectstart() -> None:
+    """Only processes that run tests collect them."""
+    importlib.import_module("tests.support.metrics")
 
 
 @pytest.hookimpl(tryfirst=True)

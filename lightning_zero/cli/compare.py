@@ -6,26 +6,43 @@ import argparse
 import json
 import math
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from lightning_zero.layout.foreign_names import escaped
 
 __all__ = ["run"]
 
 _FILE_NAME = "fingerprints.jsonl"  # of the callback Fingerprints
 _MAX_LINES = 8
-# Lines of a file by step, then by kind and name, in the order of the file.
-_Steps: TypeAlias = "dict[int, dict[tuple[str, str], dict[str, Any]]]"
+
+
+class _Values(NamedTuple):
+    """Content of a line."""
+
+    norm: float
+    sum: float
+    digest: str
+
+
+# Lines of a file by step and kind, then by name, in the order of the file.
+_Steps: TypeAlias = "dict[tuple[int, str], dict[str, _Values]]"
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the first difference of two runs, or that there is none; returns 1 if there is one."""
     first, second = _read(args.first), _read(args.second)
-    steps = sorted(first.keys() & second.keys())
-    if not steps:
+    common = sorted(first.keys() & second.keys())  # gradients of a step before its parameters
+    if not common:
         raise ValueError(
             f"{args.first} and {args.second} have no step in common; use the same every_n_steps."
         )
-    for step in steps:
-        lines = _differences(first[step], second[step], args.rtol)
+    for step in sorted({step for step, _ in common}):
+        lines = [
+            line
+            for key in common
+            if key[0] == step
+            for line in _differences(key[1], first[key], second[key], args.rtol)
+        ]
         if lines:
             print(f"step {step}: {lines[0]}")
             for line in lines[1:_MAX_LINES]:
@@ -33,14 +50,19 @@ def run(args: argparse.Namespace) -> int:
             if len(lines) > _MAX_LINES:
                 print(f"  and {len(lines) - _MAX_LINES} more")
             return 1
+    steps = sorted({step for step, _ in common})
     what = "bit by bit" if not args.rtol else f"to rtol={args.rtol:g}"
     print(f"{len(steps)} steps, {steps[0]} to {steps[-1]}, are equal {what}")
     for name, missing in (
         (args.second, first.keys() - second),
         (args.first, second.keys() - first),
     ):
-        if missing:
-            print(f"  {name} lacks {len(missing)} steps of the other, from step {min(missing)} on")
+        for kind in sorted({kind for _, kind in missing}):
+            numbers = [step for step, other in missing if other == kind]
+            print(
+                f"  {name} lacks the {kind}s of {len(numbers)} steps of the other, "
+                f"the first is step {min(numbers)}"
+            )
     return 0
 
 
@@ -53,42 +75,50 @@ def _read(name: str) -> _Steps:
             f"{path} does not exist; lightning_zero.callbacks.Fingerprints() writes it."
         )
     steps: _Steps = {}
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, start=1):
             try:
-                line = json.loads(text)
-                steps.setdefault(line["step"], {})[line["kind"], line["name"]] = line
-                float(line["norm"]), float(line["sum"]), str(line["digest"])
-            except (ValueError, KeyError, TypeError) as error:
+                step, kind, parameter, values = _parse(text)
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(
                     f"line {number} of {path} is not one of the callback Fingerprints, or the run "
-                    f"ended while it was written ({type(error).__name__}: {error})."
+                    f"ended while it was written ({type(error).__name__}: {error}); remove it to "
+                    "compare the others."
                 ) from None
+            steps.setdefault((step, kind), {})[parameter] = values
     return steps
 
 
+def _parse(text: str) -> tuple[int, str, str, _Values]:
+    """Step, kind, name and values of a line."""
+    line = json.loads(text)
+    step, kind, name = line["step"], line["kind"], line["name"]
+    if type(step) is not int or not isinstance(kind, str) or not isinstance(name, str):
+        raise TypeError(f"expected a number and two names, got {step!r}, {kind!r} and {name!r}")
+    return step, kind, name, _Values(float(line["norm"]), float(line["sum"]), str(line["digest"]))
+
+
 def _differences(
-    first: dict[tuple[str, str], dict[str, Any]],
-    second: dict[tuple[str, str], dict[str, Any]],
-    rtol: float | None,
+    kind: str, first: dict[str, _Values], second: dict[str, _Values], rtol: float | None
 ) -> list[str]:
     """One line for each parameter that differs in one step."""
     found = []
-    for key in dict.fromkeys([*first, *second]):
-        what = " ".join(key)
-        if key not in first or key not in second:
-            found.append(f"{what}: only in the {'first' if key in first else 'second'} run")
+    for name in dict.fromkeys([*first, *second]):
+        what = escaped(f"{kind} {name}")
+        if name not in first or name not in second:
+            found.append(f"{what}: only in the {'first' if name in first else 'second'} run")
             continue
-        ours, other = first[key], second[key]
-        if ours["digest"] == other["digest"] or (rtol and _is_close(ours, other, rtol)):
+        ours, other = first[name], second[name]
+        if ours.digest == other.digest or (rtol and _is_close(ours, other, rtol)):
             continue
-        numbers = [f"{name} {ours[name]!r} and {other[name]!r}" for name in ("norm", "sum")]
-        found.append(f"{what}: {', '.join(numbers)}")
+        found.append(
+            f"{what}: norm {ours.norm!r} and {other.norm!r}, sum {ours.sum!r} and {other.sum!r}"
+        )
     return found
 
 
-def _is_close(first: dict[str, Any], second: dict[str, Any], rtol: float) -> bool:
+def _is_close(first: _Values, second: _Values, rtol: float) -> bool:
     """Whether norm and sum differ by at most `rtol` times the norm."""
-    limit = rtol * max(abs(first["norm"]), abs(second["norm"]))
-    differences = (abs(first[name] - second[name]) for name in ("norm", "sum"))
+    limit = rtol * max(abs(first.norm), abs(second.norm))
+    differences = abs(first.norm - second.norm), abs(first.sum - second.sum)
     return all(math.isfinite(difference) and difference <= limit for difference in differences)

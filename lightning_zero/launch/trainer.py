@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from copy import deepcopy
 from difflib import get_close_matches
 from typing import Any
 
@@ -47,6 +48,8 @@ def make_trainer(
             ZeRO; or `config.trainer.accelerator` is a GPU, and there is none.
     """
     _check(config)
+    unresolved: Any = OmegaConf.to_container(config, resolve=False)
+    config = deepcopy(config)  # `instantiate` resolves lists and groups that are referred to
     loggers: Any = _members(config, "logger") or False
     logger = OmegaConf.select(config, "trainer.logger")
     if logger is not None:  # trainer.logger=false
@@ -54,7 +57,6 @@ def make_trainer(
     callbacks = _members(config, "callbacks")
     if loggers is False:
         callbacks = _without(callbacks, LearningRateMonitor, "there is no logger")
-    unresolved: Any = OmegaConf.to_container(config, resolve=False)
     callbacks.append(RunSettings(unresolved))
     make = instantiate(config.trainer, _partial_=True)
     strategy = make.keywords.get("strategy")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, BinaryIO, TypeAlias
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class Fingerprints(pl.Callback):
         self.max_steps = max_steps
         self.has_gradients = gradients
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self._file: IO[str] | None = None  # of rank 0, in fit
+        self._file: BinaryIO | None = None  # of rank 0, in fit
         self._last_step = 0  # `global_step` after the last batch
 
     @override
@@ -98,7 +98,7 @@ class Fingerprints(pl.Callback):
         if trainer.is_global_zero:
             path.parent.mkdir(parents=True, exist_ok=True)
             # A resumed run continues the file; `compare` takes the last line of a step.
-            self._file = path.open("a" if trainer.global_step else "w", encoding="utf-8")
+            self._file = path.open("ab" if trainer.global_step else "wb")
         if not trainer.global_step:
             self._write("parameter", 0, _parameters(trainer, pl_module), trainer)
 
@@ -145,6 +145,7 @@ class Fingerprints(pl.Callback):
             by_rank = trainer.strategy.engine.comm.control.gather_objects(by_rank[0])
         if self._file is None:
             return
+        lines = []
         for name in dict.fromkeys(name for parts in by_rank for name in parts):
             squares, sums, digests = zip(*(p[name] for p in by_rank if name in p), strict=True)
             line = {
@@ -155,7 +156,9 @@ class Fingerprints(pl.Callback):
                 "sum": sum(sums),
                 "digest": f"{sum(digests) % 2**64:016x}",
             }
-            print(json.dumps(line), file=self._file)
+            lines.append(json.dumps(line) + "\n")
+        # In one call: a process that is killed leaves no half of a line.
+        self._file.write("".join(lines).encode())
         self._file.flush()
 
 

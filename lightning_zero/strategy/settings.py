@@ -214,8 +214,7 @@ def check_backend(value: object) -> None:
         TypeError: It is not a string.
         ValueError: Torch does not know it.
     """
-    known = known_backends()
-    if value is None or not known:
+    if value is None or not (known := known_backends()):
         return
     if not isinstance(value, str):
         raise TypeError(

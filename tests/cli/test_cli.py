@@ -15,7 +15,7 @@ from lightning_zero import load_from_checkpoint
 from lightning_zero.cli import main
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import ConvModule, GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 # What pip installs as `lightning-zero`.
 AS_SCRIPT = """

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf, open_dict
 from lightning_zero import ZeroStrategy
 from lightning_zero.callbacks import ZeroMonitor
 from lightning_zero.conf import apply_extras, make_trainer, optimized_metric
+from lightning_zero.launch.trainer import RunSettings
 from lightning_zero.observe import loggers
 from tests.support.composed import CONF, composed
 
@@ -233,6 +234,16 @@ def test_two_loggers_are_both_used(in_job):
     assert csv.name == "numbers"
     assert wandb._wandb_init["tags"] == ["a", "b"]
     assert wandb._wandb_init["job_type"] == "train"
+
+
+def test_a_list_that_a_logger_takes_stays_unresolved_in_what_is_logged(in_job, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "never")
+    config = in_job("logger=[csv,wandb]", "tags=['${oc.env:MY_TOKEN}']", *ON_CPU)
+    trainer = make_trainer(config)
+    assert trainer.loggers[1]._wandb_init["tags"] == ["never"]
+    (logs,) = (each for each in trainer.callbacks if isinstance(each, RunSettings))
+    assert "never" not in str(logs._settings)
+    assert "never" not in OmegaConf.to_yaml(config)
 
 
 @pytest.mark.default_cases("logger=none")

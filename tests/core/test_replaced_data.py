@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, gathered
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 STAGES = [0, 1, 2, 3]
 NAME = "blocks.1.weight"

@@ -9,7 +9,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_zero import Engine, ZeroConfig, gathered
 from tests.support.fitting import make_trainer, settings
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def _find_batch_size(rank, world_size, stage):

@@ -9,7 +9,7 @@ from lightning_zero import OffloadConfig, ZeroConfig, ZeroStrategy
 from lightning_zero.deepspeed import Translation, translate
 from tests.support.fitting import make_trainer
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 FROM_THE_DOCS = {
     "train_batch_size": 32,

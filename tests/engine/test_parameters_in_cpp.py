@@ -6,9 +6,11 @@ is read too early has the old values of the other rank's shard.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from lightning_zero import Engine, ZeroConfig, gathered
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.tensors.freed import can_raise
 from tests.support.cells import SHARDED_STAGE, slow_but
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 WIDTH = 4
 ADAPTED = "functional_call of a part with the gradient of its parameters"
@@ -358,14 +360,16 @@ class LateGather:
                 self._events.append(self._name)
 
 
-def delay_gathers(events=None):
+@contextlib.contextmanager
+def delayed_gathers(events=None):
     """Delays all all-gathers; `events` receives their names when they are waited for."""
     issue = Communicator._all_gather
 
     def delayed(comm, buffer, name, *args):
         return LateGather(partial(issue, comm, buffer, name, *args), name, events)
 
-    Communicator._all_gather = delayed
+    with mock.patch.object(Communicator, "_all_gather", delayed):
+        yield
 
 
 def batches(rank):
@@ -421,9 +425,9 @@ def _by_engine(rank, make, stage):
 RARE = ("compiled", "by_grad", "by_function", "by_operator", "by_trace", "by_numpy")
 
 
+@delayed_gathers()
 def _train_all(rank, world_size, stage, has_rare):
     """By case: an empty text, or how it differs from DistributedDataParallel."""
-    delay_gathers()
     found = {}
     for name, make in cases().items():
         if not has_rare and any(part in name for part in RARE):
@@ -456,8 +460,11 @@ def test_a_parameter_in_cpp_has_the_values_that_it_has_under_ddp(stage, has_rare
 
 def _events_of_a_forward(rank, world_size, part):
     """Calls of layers and waits for all-gathers in a forward after a step."""
-    events = []
-    delay_gathers(events)
+    with delayed_gathers(events := []):
+        return _forwards(part, events)
+
+
+def _forwards(part, events):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), PARTS[part](), nn.Linear(WIDTH, WIDTH))
     for name, child in module.named_children():
@@ -485,8 +492,8 @@ def test_each_layer_waits_for_its_own_parameters_only(part):
         assert "wait" in moments[second:last]
 
 
+@delayed_gathers()
 def _step_inside_a_step(rank, world_size, stage):
-    delay_gathers()
     torch.manual_seed(0)
     module = Rooted(by_script)
     reference = copy.deepcopy(module)
@@ -549,9 +556,9 @@ class Several(nn.Module):
         return x
 
 
+@delayed_gathers()
 def _read_early(rank, world_size, stage):
     """What C++ finds between steps, in a forward before the layer is called, and instead of it."""
-    delay_gathers()
     found = []
     for early in (None, "before", "instead"):
         module = Several()
@@ -591,8 +598,8 @@ def test_cpp_finds_no_values_before_a_parameter_is_unsharded(stage):
 # ---------------------------------------------------------------- scripted modules
 
 
+@delayed_gathers()
 def _with_scripted_children(rank, world_size, stage):
-    delay_gathers()
     torch.manual_seed(0)
     module = Between(nn.Sequential(torch.jit.script(layers()), nn.Tanh()))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -631,8 +638,8 @@ def test_a_scripted_root_is_refused():
 # ---------------------------------------------------------------- a parameter of a parameter
 
 
+@delayed_gathers()
 def _make_parameter(rank, world_size, stage):
-    delay_gathers()
     of_values = Rooted(lambda x, w: x @ nn.Parameter(w.detach()) + x @ w)
     refused = Rooted(lambda x, w: x @ nn.Parameter(w))
     notes = []

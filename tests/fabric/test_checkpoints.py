@@ -14,7 +14,7 @@ from tests.fabric.test_fabric import Discriminator, Generator, launch
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, make_trainer, run_once
 from tests.support.loops import LossModule, assert_same_state, batch, build
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def make(spec, world_size):

@@ -14,7 +14,7 @@ from lightning_zero.callbacks import Fingerprints
 from lightning_zero.cli import main
 from tests.support.fitting import fit, settings
 from tests.support.models import GANModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Corrupt(Callback):
@@ -81,8 +81,8 @@ def test_two_optimizers_on_one_process_are_compared_step_by_step(tmp_path):
     assert main(["compare", *(str(tmp_path / name) for name in specs)]) == 0
 
 
-def line(step, name="w", digest="1", norm=2.0):
-    found = {"step": step, "kind": "parameter", "name": name, "norm": norm, "sum": 1.0}
+def line(step, name="w", digest="1", norm=2.0, kind="parameter"):
+    found = {"step": step, "kind": kind, "name": name, "norm": norm, "sum": 1.0}
     return json.dumps(found | {"digest": digest}) + "\n"
 
 
@@ -90,13 +90,31 @@ def line(step, name="w", digest="1", norm=2.0):
     ("second", "options", "status", "text"),
     [
         ([line(1), line(2, digest="7"), line(2)], [], 0, "2 steps, 1 to 2, are equal bit by bit"),
-        ([line(1)], [], 0, "lacks 1 steps of the other, from step 2 on"),
+        (
+            [line(1)],
+            [],
+            0,
+            "lacks the parameters of 1 steps of the other, the first is step 2",
+        ),
+        (  # it ended before the step, or did not ask for gradients
+            [line(1), line(2, kind="gradient")],
+            [],
+            0,
+            "first.jsonl lacks the gradients of 1 steps of the other, the first is step 2",
+        ),
         ([line(1), line(2, digest="7")], [], 1, "step 2: parameter w: norm 2.0 and 2.0, sum 1.0"),
         ([line(1), line(2, "v")], [], 1, "step 2: parameter w: only in the first run"),
         ([line(1, digest="7", norm=2.1)], ["--rtol", "0.1"], 0, "equal to rtol=0.1"),
         ([line(1, digest="7", norm=float("nan"))], ["--rtol", "0.1"], 1, "norm 2.0 and nan"),
         ([line(7)], [], 2, "have no step in common"),
+        ([line(1), line(2)[:30]], [], 2, "ended while it was written"),
         (["{}\n"], [], 2, "line 1 of"),
+        ([line(1, norm="high")], [], 2, "line 1 of"),
+        ([line(1, name=None)], [], 2, "line 1 of"),
+        ([line(1.5)], [], 2, "line 1 of"),
+        (["[" * 100_000], [], 2, "line 1 of"),
+        (["\udcff"], [], 2, "line 1 of"),
+        ([line(1), line(2, "\x1b[31m")], [], 1, r"parameter \x1b[31m: only in the second run"),
         ([], [], 2, "have no step in common"),
         (None, [], 2, "lightning_zero.callbacks.Fingerprints() writes it"),
     ],
@@ -105,7 +123,7 @@ def test_the_first_difference_is_named(second, options, status, text, tmp_path, 
     first, other = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     first.write_text(line(1) + line(2))
     if second is not None:
-        other.write_text("".join(second))
+        other.write_text("".join(second), errors="surrogateescape")
     assert main(["compare", str(first), str(other), *options]) == status
     printed = capsys.readouterr()
     assert text in printed.out + printed.err

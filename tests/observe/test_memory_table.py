@@ -13,7 +13,7 @@ from lightning_zero.callbacks import MemoryTable
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.stage import State
 from lightning_zero.observe.report import memory_table
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 MIB = 1024**2
 

@@ -28,7 +28,8 @@ from lightning_zero.record.spans import Kind
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import GANModule, GPTModule, MLPModule
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 RANKS = 2
 GIB = 1024**3

@@ -13,7 +13,7 @@ from lightning_zero.callbacks import ProgressLines
 from lightning_zero.launch import hydra as launch_hydra
 from lightning_zero.launch.hydra import RecordsOfPackage
 from tests.support.fitting import make_trainer
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class Logging(BoringModel):

@@ -17,7 +17,7 @@ from lightning_zero.planner import Choice, EngineRuns, Machine, estimate, make_o
 from lightning_zero.planner.choices import plan_of
 from lightning_zero.planner.engine_run import RankOfGroup
 from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 PRECISIONS = {
     "fp32": {},

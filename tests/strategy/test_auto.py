@@ -20,7 +20,7 @@ from lightning_zero.strategy.settings import (
 )
 from tests.support.fitting import assert_same, fit, fit_reference, make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 GIB = 1024**3
 OF_TWO_RANKS = partial(MLPModule, ranks=2)

@@ -8,6 +8,7 @@ A cell is one job with one fault on one rank. `cover` chooses cells that cover e
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
@@ -16,7 +17,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,8 @@ def all_cells(axes: Mapping[str, Sequence[Any]], world_size: int) -> list[Cell]:
 
 def tuples_of(cell: Cell, num_axes: int) -> set[tuple[tuple[str, Any], ...]]:
     """Returns all `num_axes`-tuples of the values of `cell`, each value with its axis."""
-    values = [(f.name, v) for f, v in zip(fields(cell), astuple(cell), strict=True)]
-    return set(itertools.combinations(values[: len(AXES)], num_axes))
+    values = [(axis, getattr(cell, axis)) for axis in AXES]
+    return set(itertools.combinations(values, num_axes))
 
 
 def cover(cells: Iterable[Cell], first: Sequence[Cell], count: int, seed: int) -> list[Cell]:
@@ -131,26 +132,28 @@ def cover(cells: Iterable[Cell], first: Sequence[Cell], count: int, seed: int) -
     missing = [0, 0]
     for pairs, triples in bits.values():
         missing = [missing[0] | pairs, missing[1] | triples]
+
+    def gain(cell: Cell) -> tuple[int, int]:
+        new = zip(bits[cell], missing, strict=True)
+        pairs, triples = ((own & left).bit_count() for own, left in new)
+        return -pairs, -triples
+
     chosen: list[Cell] = []
+    # A gain only falls, so the first cell whose gain is still what it was is the best one.
+    heap = [(gain(cell), index, cell) for index, cell in enumerate(waiting)]
+    heapq.heapify(heap)
     queue = list(first)
-    while queue or (waiting and (missing[0] or len(chosen) < count)):
+    while queue or (heap and (missing[0] or len(chosen) < count)):
         if queue:
             cell = queue.pop(0)
         else:
-            cell = max(
-                waiting,
-                key=lambda c: tuple(
-                    (new & left).bit_count() for new, left in _pairs(bits[c], missing)
-                ),
-            )
-            waiting.remove(cell)
+            old, index, cell = heapq.heappop(heap)
+            if (now := gain(cell)) != old:
+                heapq.heappush(heap, (now, index, cell))
+                continue
         chosen.append(cell)
-        missing = [left & ~new for new, left in _pairs(bits[cell], missing)]
+        missing = [left & ~own for own, left in zip(bits[cell], missing, strict=True)]
     return chosen
-
-
-def _pairs(new: Sequence[int], left: Sequence[int]) -> Iterable[tuple[int, int]]:
-    return zip(new, left, strict=True)
 
 
 # -------------------------------------------------------------------- run

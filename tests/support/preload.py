@@ -8,10 +8,10 @@ import faulthandler  # noqa: F401
 import functools
 import gc
 import importlib
-import importlib.metadata
 import sys
 
 for name in (
+    "tests.support.metrics",
     "numpy",
     "pytest",
     "torch",
@@ -30,8 +30,11 @@ for name in (
 LOADED = frozenset(sys.modules)  # by these
 importlib.import_module("omegaconf")  # Lightning imports it when it saves a checkpoint
 
-# Each Trainer looks for the plugins of all installed packages, twice.
-importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)
+# Each Trainer looks for callbacks of all installed packages, which takes as long as a short fit.
+registry = importlib.import_module("lightning.fabric.utilities.registry")
+registry.entry_points = functools.cache(registry.entry_points)
+for framework in ("pytorch", "fabric"):
+    registry.entry_points(group=f"lightning.{framework}.callbacks_factory")
 sys.modules["tests.support.probes"].remember_probes()
 
 # A rank neither walks what it has from here nor, by walking it, gets copies of its pages.

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_zero import Engine, ZeroConfig, gathered
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 SIZE = 4  # the weight is a square, so that it can be transposed in place
 
