@@ -3,7 +3,8 @@
 Every rank writes one file; the directory appears when all are complete. Plan and metadata are
 torch's own. Its file writer is not used, for two reasons: it keeps every tensor in memory until the
 file is complete, but states on NVMe may be larger than memory; and it writes tied tensors once for
-each name.
+each name. So it is in torch 2.13.0: `_write_files_from_queue` in `filesystem.py` collects all
+tensors of a file in `tensor_dict`, of which only its safetensors format has a use.
 """
 
 from __future__ import annotations
