@@ -2,10 +2,8 @@
 
 import json
 import pickle
-import re
 from argparse import Namespace
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lightning_zero.checkpoint import open_checkpoint
+from tests.support.storage import anonymous_bytes
 
 STATE = OrderedDict(weight=torch.arange(6.0).view(2, 3), bias=torch.ones(2, dtype=torch.bfloat16))
-
-
-def anonymous_bytes():
-    """Anonymous memory of this process, in bytes."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"Anonymous:\s+(\d+)", text).group(1)) * 1024
 
 
 def assert_state(opened):
