@@ -74,8 +74,8 @@ class _ItemReader:
     def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
         self._storage = metadata.storage_data
         self._folder = folder
-        self._identity = identity(folder)
-        self._ranges = lru_cache(_NUM_FILES)(self._open)  # of the file with a name
+        open_file = partial(_open_file, folder, identity(folder))
+        self._ranges = lru_cache(_NUM_FILES)(open_file)  # of the file with a name
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle; many items have the same one
         self._tensors: dict[object, LazyTensor] = {}  # by file and offset of their chunks
@@ -85,12 +85,6 @@ class _ItemReader:
         names = {info.relative_path for info in self._storage.values()}
         for name in sorted(names) if len(names) <= _NUM_FILES else ():
             self._ranges(name)
-
-    def _open(self, name: str) -> Ranges:
-        ranges = open_ranges(self._folder / name)
-        if identity(self._folder) != self._identity:
-            raise replaced_while_read_error(self._folder)
-        return ranges
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; tied weights, which have several names, give the same object."""
@@ -214,6 +208,13 @@ class _ItemReader:
             f"{printable(name)} cannot be read from {file} ({printable(str(error))}): the "
             "checkpoint is damaged."
         )
+
+
+def _open_file(folder: CheckpointPath, expected: object, name: str) -> Ranges:
+    ranges = open_ranges(folder / name)
+    if identity(folder) != expected:
+        raise replaced_while_read_error(folder)
+    return ranges
 
 
 def _is_plain(tensor: Tensor) -> bool:

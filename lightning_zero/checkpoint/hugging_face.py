@@ -57,6 +57,9 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -69,7 +72,8 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _DAMAGE_ERRORS = (struct.error, ValueError, KeyError, TypeError, AttributeError)
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_FLOAT4 = torch.float4_e2m1fn_x2  # two elements in a byte, which torch counts as one
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()} | {"F4": _FLOAT4}
 
 
 def write_safetensors(
@@ -206,9 +210,14 @@ def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:
 
 
 def _lazy_tensor(ranges: Ranges, origin: int, entry: Mapping[str, Any]) -> Tensor:
-    dtype = _TORCH_DTYPES[entry["dtype"]]
+    dtype = _TORCH_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"a tensor has dtype {entry['dtype']}, which is not known here")
     start, stop = map(operator.index, entry["data_offsets"])
-    like = torch.empty(entry["shape"], dtype=dtype, device="meta")
+    shape = entry["shape"]
+    if dtype is _FLOAT4:
+        shape = [*shape[:-1], shape[-1] // 2]
+    like = torch.empty(shape, dtype=dtype, device="meta")
     if like.nbytes != stop - start:
         raise ValueError(
             f"a {entry['dtype']} tensor of shape {entry['shape']} has {stop - start} bytes"
