@@ -80,7 +80,7 @@ def temporary_path(target: Path, kind: str) -> Path:
     return target.parent / f".{os.fsdecode(name)}.zero-{kind}"
 
 
-def _lock(target: Path, *, num_tries: int = _NUM_TRIES) -> tuple[int, bool]:
+def _lock(target: Path, num_tries: int = _NUM_TRIES) -> tuple[int, bool]:
     """Locks `target`; tries again while another process holds it. See [Note: One writer].
 
     Returns:
@@ -181,15 +181,8 @@ def delete_leftovers(folder: Path) -> None:
     See [Note: One writer]. Entries that cannot be read, renamed or deleted stay.
     """
     for target in _targets_with_leftovers(folder):
-        path = temporary_path(target, "lock")
         with contextlib.suppress(OSError):
-            lock, is_abandoned = _lock(target, num_tries=1)
-            try:
-                is_abandoned = is_abandoned or _are_leftovers_old(target)
-                if is_abandoned:
-                    _settle(target)
-            finally:
-                _unlock(lock, path if is_abandoned else None)
+            _clean(target, num_tries=1)
 
 
 def recover(target: Path) -> None:
@@ -197,16 +190,22 @@ def recover(target: Path) -> None:
 
     Waits if a process is between the two.
     """
-    if os.path.lexists(target) or not os.path.lexists(temporary_path(target, "replaced")):
-        return
-    try:
-        lock, is_abandoned = _lock(target)
-    except OSError:
-        if os.path.lexists(target):
-            return
-        raise
+    if not os.path.lexists(target) and os.path.lexists(temporary_path(target, "replaced")):
+        try:
+            _clean(target)
+        except OSError:
+            if not os.path.lexists(target):
+                raise
+
+
+def _clean(target: Path, num_tries: int = _NUM_TRIES) -> None:
+    """Restores what a writer has replaced, and deletes its leftovers if it is surely dead."""
+    lock, is_abandoned = _lock(target, num_tries)
     try:
         _restore(target)
+        is_abandoned = is_abandoned or _are_leftovers_old(target)
+        if is_abandoned:
+            _settle(target)
     finally:
         _unlock(lock, temporary_path(target, "lock") if is_abandoned else None)
 

@@ -274,9 +274,6 @@ class RemoteStaging:
 
     Attributes:
         folder: The folder for the files of this save; without an index the target itself.
-
-    Raises:
-        FileExistsError: The target cannot be replaced.
     """
 
     folder: RemotePath
