@@ -26,7 +26,7 @@ from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.known import known_elementwise
 from lightning_zero.optim.probe import (
     CannotShardError,
-    NotItsGroupsError,
+    CannotStepError,
     ProbeResult,
     StepKind,
     is_assumed_elementwise,
@@ -92,7 +92,7 @@ def check_and_probe(
         found = probe(optimizer, device)
         if device.type != "cpu" and config.offload_optimizer is not None:
             found &= probe(optimizer, torch.device("cpu"))  # it steps there, too
-    except NotItsGroupsError:
+    except CannotStepError:
         raise
     except CannotShardError:
         if is_sharded:

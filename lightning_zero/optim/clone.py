@@ -37,6 +37,7 @@ __all__ = [
     "OptimizerClone",
     "Slice",
     "copy_of",
+    "dropped_gradients",
     "enter_training",
     "fresh_copy",
     "other_states",
@@ -160,6 +161,16 @@ def scalars_to_cpu(values: Mapping[str, Any]) -> dict[str, Any]:
 def raw_step(optimizer: Optimizer, **arguments: Any) -> Any:
     """Calls the step function of the class without torch's wrapper, which calls hooks."""
     return unhooked(type(optimizer).step)(optimizer, **arguments)
+
+
+def dropped_gradients(optimizer: Optimizer) -> str:
+    """Error text for a step that sets gradients to None or zero: the module's would stay."""
+    name = type(optimizer).__name__
+    return (
+        f"optimizer {name} cannot be stepped, in any stage: its step() sets gradients to None or "
+        "zero, but it steps copies of the parameters, and the gradients of the module would stay. "
+        "Remove that from step(), and call optimizer.zero_grad() after it, as Lightning does."
+    )
 
 
 def enter_training(optimizer: Optimizer) -> None:
@@ -306,8 +317,13 @@ class OptimizerClone:
             state = copy.state.get(stand_in, {})
             if state is not part.state:
                 part.replace_state(state)
+            if stand_in.grad is None and part.grad is not None:
+                raise ValueError(dropped_gradients(self.optimizer))
             if stand_in.__dict__:  # attributes that the step has set
                 part.parameter.__dict__.update(stand_in.__dict__)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
+            copy.state.pop(stand_in, None)
+        for group in copy.param_groups:
+            group["params"] = []  # the memory of the slices is freed before others are loaded
         self._stepped = copy, all_settings, given

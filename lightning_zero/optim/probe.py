@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.optim.clone import dropped_gradients
 from lightning_zero.optim.known import known_elementwise, refusal_reason
 from lightning_zero.optim.probe_run import ProbeRun, Way, are_same
 
 __all__ = [
     "CannotShardError",
-    "NotItsGroupsError",
+    "CannotStepError",
     "ProbeResult",
     "StepKind",
     "check_takes_dense",
@@ -48,8 +49,8 @@ class CannotShardError(ValueError):
     """An optimizer whose step depends on all tensors at once."""
 
 
-class NotItsGroupsError(CannotShardError):
-    """An optimizer that steps other parameters than those in its groups."""
+class CannotStepError(CannotShardError):
+    """An optimizer that no stage can step, not even stage 0."""
 
 
 class StepKind(Enum):
@@ -93,6 +94,8 @@ def probe(optimizer: Optimizer, device: torch.device) -> ProbeResult:
     if known_reason is not None:
         raise refusal(optimizer, known_reason)
     found = _Probe(optimizer, device)
+    if found.drops_gradients():
+        raise CannotStepError(dropped_gradients(optimizer))
     reason = found.find_crossing()
     if reason is not None:
         raise refusal(optimizer, reason + found.advice())
@@ -204,7 +207,7 @@ class _Probe:
             full = self._run()
             if not full.equals(start):
                 return full
-        raise _not_its_groups(
+        raise _cannot_step(
             self._optimizer,
             f"a copy of it does not move the parameters in its groups in {num_steps} steps",
         )
@@ -256,6 +259,10 @@ class _Probe:
         if not one.equals(two) or not are_same(one.numbers, two.numbers):
             return "it uses the loss of its closure, which differs between ranks"
         return None
+
+    def drops_gradients(self) -> bool:
+        """Whether its step sets gradients to None or zero."""
+        return self._full.drops_gradients
 
     def is_elementwise(self) -> bool:
         """Whether slices of tensors may be stepped. See [Note: What a probe decides]."""
@@ -336,16 +343,16 @@ def _check_steps_its_groups(optimizer: Optimizer) -> None:
     inner = _find_inner(optimizer)
     if inner is not None:
         reason = f"it wraps another optimizer ({inner}), which steps the parameters itself"
-        raise _not_its_groups(optimizer, reason)
+        raise _cannot_step(optimizer, reason)
     for name, value in vars(optimizer).items():
         has_keys = isinstance(value, dict) and name != "state"
         if has_keys and any(isinstance(key, Tensor) for key in value):
             reason = f"its attribute {name!r} has parameters as keys (use self.state[parameter])"
-            raise _not_its_groups(optimizer, reason)
+            raise _cannot_step(optimizer, reason)
 
 
-def _not_its_groups(optimizer: Optimizer, reason: str) -> NotItsGroupsError:
-    return NotItsGroupsError(
+def _cannot_step(optimizer: Optimizer, reason: str) -> CannotStepError:
+    return CannotStepError(
         f"optimizer {type(optimizer).__name__} cannot be stepped, in any stage: {reason}, but the "
         "engine steps copies of an optimizer, with this rank's shards in their groups. Use the "
         'optimizer that it wraps, another one such as AdamW, or Trainer(strategy="ddp").'

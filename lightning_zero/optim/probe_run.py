@@ -78,6 +78,7 @@ class ProbeRun:
         values: Values at the end, by number of the tensor: 1-D, float64, without empty ones.
         numbers: Data of the copy beside states, before the first step and after each step.
         has_other_states: Whether the copy has states of no parameter.
+        drops_gradients: Whether a step set a gradient to None or zero.
         is_closure_first: Whether, in all steps, the closure was called at most once, before any
             value changed.
     """
@@ -88,6 +89,7 @@ class ProbeRun:
         self._generator = torch.Generator().manual_seed(0)
         self._tensors: dict[int, nn.Parameter] = {}
         self._kinds: list[_Kind] = []
+        self.drops_gradients = False
         self.is_closure_first = True
         # Compilation takes seconds for each shape and gives the same values.
         eager = torch.compiler.set_stance("force_eager")
@@ -159,6 +161,8 @@ class ProbeRun:
             raw_step(self._copy, closure=self._closure(self._way.loss))
         else:
             raw_step(self._copy)
+            for tensor in self._tensors.values():
+                self.drops_gradients |= tensor.grad is None or not tensor.grad.any()
 
     def _closure(self, loss: float) -> Callable[[], Tensor]:
         before = {number: tensor.detach().clone() for number, tensor in self._tensors.items()}

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.optim.probe import NotItsGroupsError, probe
+from lightning_zero.optim.clone import copy_back, copy_of, settings_of
+from lightning_zero.optim.probe import CannotStepError, probe
 from lightning_zero.strategy.announce import announce
 from tests.support.warm import run_ranks
 
@@ -248,15 +249,89 @@ def _refuse_wrapper(rank, world_size):
     for options in ({}, {"assume_elementwise": True}):
         net = Net().bfloat16()
         optimizer = Around(torch.optim.SGD(net.parameters(), lr=0.1))
-        with pytest.raises(NotItsGroupsError, match=r"Around .* in any stage: it wraps another"):
+        with pytest.raises(CannotStepError, match=r"Around .* in any stage: it wraps another"):
             Engine(net, [optimizer], ZeroConfig(stage=0, **options))
 
 
 def test_an_optimizer_with_parameters_as_keys_of_an_attribute_is_refused():
     optimizer = Keyed(Net().parameters(), lr=0.1)
-    with pytest.raises(NotItsGroupsError, match=r"Keyed .* its attribute 'rates' has param"):
+    with pytest.raises(CannotStepError, match=r"Keyed .* its attribute 'rates' has param"):
         probe(optimizer, torch.device("cpu"))
 
 
 def test_an_optimizer_around_another_one_is_refused_in_stage_0_too():
     run_ranks(1, _refuse_wrapper)
+
+
+class Zeroing(torch.optim.SGD):
+    """Drops the gradients in its step, from a given step on."""
+
+    set_to_none, num_kept = True, 0
+
+    def step(self, closure=None):
+        super().step()
+        if self.num_kept == 0:
+            self.zero_grad(self.set_to_none)
+        self.num_kept -= 1
+
+
+def _refuse_zeroing(rank, world_size):
+    for stage, set_to_none in ((0, True), (3, False)):
+        net = Net()
+        optimizer = Zeroing(net.parameters(), lr=0.1)
+        optimizer.set_to_none = set_to_none
+        with pytest.raises(CannotStepError, match=r"Zeroing .* sets gradients to None or zero.*"):
+            Engine(net, [optimizer], ZeroConfig(stage=stage))
+    for assumed in (False, True):
+        net = Net()
+        optimizer = Zeroing(net.parameters(), lr=0.1)
+        optimizer.num_kept = 50  # more than the probe steps
+        engine = Engine(net, [optimizer], ZeroConfig(stage=3, assume_elementwise=assumed))
+        optimizer.num_kept = 0
+        engine.backward(net(torch.ones(2, 6)).sum())
+        with pytest.raises(ValueError, match=r"call optimizer.zero_grad\(\) after it"):
+            optimizer.step()
+        engine.close()
+
+
+def test_a_step_that_sets_gradients_to_none_or_zero_is_an_error():
+    run_ranks(2, _refuse_zeroing)
+
+
+class Rated(torch.optim.SGD):
+    """Changes a setting that is a tensor, in place."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            group["rate"].mul_(0.5)
+
+
+def _step_rated(rank, world_size):
+    net = Net()
+    optimizer = Rated(net.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        group["rate"] = torch.ones(())
+    engine = Engine(net, [optimizer], ZeroConfig(stage=1, assume_elementwise=True))
+    engine.backward(net(torch.ones(2, 6)).sum())
+    own = optimizer.param_groups[0]["rate"]
+    optimizer.step()
+    engine.close()
+    return float(own)
+
+
+def test_a_setting_that_is_a_tensor_is_changed_in_place():
+    assert run_ranks(1, _step_rated) == [0.5]
+
+
+def test_an_attribute_that_is_deleted_during_a_step_stays_deleted():
+    optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
+    optimizer.grad_scale = torch.ones(())  # of a loss scaler
+    groups = [settings_of(group) for group in optimizer.param_groups]
+    made = copy_of(optimizer, groups)
+    given = dict(vars(made))
+    made.grad_scale.mul_(2)
+    del optimizer.grad_scale
+    copy_back(optimizer, made, groups, given)
+    assert not hasattr(optimizer, "grad_scale")
