@@ -17,9 +17,8 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     source            opens a checkpoint of any format, verifies and summarizes it
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
-    atomic            replaces files and directories atomically
-    checksums         SHA256SUMS of a directory
-    remote            files at addresses such as s3://bucket/run/last.ckpt
+    storage           files and directories, local or at addresses such as s3://bucket/run
+    atomic            local ones, and SHA256SUMS of a directory
     export            converts one format into another, for the command line
 
 Begin with `states`.

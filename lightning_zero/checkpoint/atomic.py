@@ -1,4 +1,4 @@
-"""Atomic replacement of files and directories: a reader finds the old or the new one, complete.
+"""Atomic replacement of local files and directories: a reader finds the old or the new.
 
 [Note: Atomic replacement] A checkpoint is written under a temporary name in the folder of its
 target, `.NAME.zero-incomplete`. Its files and its folder are synced, then it is renamed to `NAME`.
@@ -12,8 +12,6 @@ gets an error that names the first one. Each save, and each start on a folder (`
 deletes what writers have left there whose lock is free. On some network file systems a lock is
 visible on one machine only, so leftovers of other machines stay for a day, except those of the
 saver's own target.
-
-For remote storage see [Note: Atomic replacement on remote storage].
 """
 
 from __future__ import annotations
@@ -23,86 +21,52 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, cast
 
-from lightning_zero.checkpoint.remote import RemotePath, is_remote
+from lightning_zero.layout.foreign_names import check_inside, printable
 from lightning_zero.tiers.disk import machine
 
 __all__ = [
+    "CHECKSUMS",
     "DISK_FULL_ERRNOS",
-    "CheckpointPath",
     "StagedDirectory",
     "atomic_write",
+    "create",
     "delete_leftovers",
-    "discard",
     "explain_os_errors",
+    "file_digest",
     "file_identity",
-    "file_sizes",
+    "find_listed_damage",
     "full_disk_error",
-    "local_path",
-    "locate",
     "make_folder",
     "name_path_in_errors",
-    "read_consistently",
     "recover",
     "remove",
-    "replaced_while_read_error",
     "temporary_path",
+    "write_checksums",
 ]
 
-_LOCAL = re.compile(r"(?:file|local):(?://)?")
 _MAX_NAME_BYTES = 200  # file systems allow 255
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.zero-(?:incomplete|replaced|removed|lock)", re.DOTALL)
 _ABANDONED_S = 24 * 3600.0
 _NUM_TRIES = 100
 _PAUSE_S = 0.02
 _BLOCK_BYTES = 1 << 20
+_SYNC_BYTES = 1 << 26
+_SYNC_FILE_RANGE_WRITE = 2
 _GIB = 1024**3
+CHECKSUMS = "SHA256SUMS"
+_CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED_ERRNOS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _TARGET_EXISTS_ERRNOS = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
-
-_T = TypeVar("_T")
-
-CheckpointPath = Path | RemotePath
-
-
-def locate(path: str | os.PathLike[str]) -> CheckpointPath:
-    """Resolves the path of a checkpoint: `local_path`, or remote storage with a fresh listing."""
-    if not is_remote(path):
-        return local_path(path)
-    remote = RemotePath(os.fspath(path))
-    remote.refresh()
-    return remote
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """Absolute path on a local or mounted file system; `path` may begin with `~` or `file://`.
-
-    Raises:
-        ValueError: A URL of another file system.
-    """
-    text = os.fspath(path)
-    if match := _LOCAL.match(text):
-        text = text[match.end() :]
-    if "://" in text:
-        raise ValueError(f"expected a path on a local or mounted file system, got {text}.")
-    return Path(text).expanduser().absolute()
-
-
-def file_sizes(folder: CheckpointPath) -> dict[str, int]:
-    """Bytes of every file below a folder, by relative name, sorted."""
-    if isinstance(folder, RemotePath):
-        return dict(sorted(folder.files().items()))
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    return {str(file.relative_to(folder)): file.stat().st_size for file in files}
-
 
 # --------------------------------------------------------------------------------------- one writer
 
@@ -116,7 +80,7 @@ def temporary_path(target: Path, kind: str) -> Path:
     return target.parent / f".{os.fsdecode(name)}.zero-{kind}"
 
 
-def _lock(target: Path, *, num_tries: int = _NUM_TRIES) -> tuple[int, bool]:
+def _lock(target: Path, num_tries: int = _NUM_TRIES) -> tuple[int, bool]:
     """Locks `target`; tries again while another process holds it. See [Note: One writer].
 
     Returns:
@@ -217,35 +181,33 @@ def delete_leftovers(folder: Path) -> None:
     See [Note: One writer]. Entries that cannot be read, renamed or deleted stay.
     """
     for target in _targets_with_leftovers(folder):
-        path = temporary_path(target, "lock")
         with contextlib.suppress(OSError):
-            lock, is_abandoned = _lock(target, num_tries=1)
-            try:
-                is_abandoned = is_abandoned or _are_leftovers_old(target)
-                if is_abandoned:
-                    _settle(target)
-            finally:
-                _unlock(lock, path if is_abandoned else None)
+            _clean(target, num_tries=1)
 
 
-def recover(target: CheckpointPath) -> None:
+def recover(target: Path) -> None:
     """Restores `target` if a process stopped between the two renames of [Note: Atomic replacement].
 
     Waits if a process is between the two.
     """
-    if isinstance(target, RemotePath) or os.path.lexists(target):
-        return
-    if os.path.lexists(temporary_path(target, "replaced")):
+    if not os.path.lexists(target) and os.path.lexists(temporary_path(target, "replaced")):
         try:
-            lock, is_abandoned = _lock(target)
+            _clean(target)
         except OSError:
-            if os.path.lexists(target):
-                return
-            raise
-        try:
-            _restore(target)
-        finally:
-            _unlock(lock, temporary_path(target, "lock") if is_abandoned else None)
+            if not os.path.lexists(target):
+                raise
+
+
+def _clean(target: Path, num_tries: int = _NUM_TRIES) -> None:
+    """Restores what a writer has replaced, and deletes its leftovers if it is surely dead."""
+    lock, is_abandoned = _lock(target, num_tries)
+    try:
+        _restore(target)
+        is_abandoned = is_abandoned or _are_leftovers_old(target)
+        if is_abandoned:
+            _settle(target)
+    finally:
+        _unlock(lock, temporary_path(target, "lock") if is_abandoned else None)
 
 
 def _targets_with_leftovers(folder: Path) -> list[Path]:
@@ -285,8 +247,14 @@ class StagedDirectory:
             self.folder.mkdir()
             self._until_end = stack.pop_all()
 
-    def publish(self) -> None:
-        """Replaces the target with the directory, and deletes the old target."""
+    def publish(self, listed: Iterable[str] = ()) -> None:
+        """Replaces the target with the directory, and deletes the old target.
+
+        `listed`: names of files that `SHA256SUMS` lists.
+        """
+        if names := list(listed):
+            with name_path_in_errors(self.folder / CHECKSUMS):
+                write_checksums(self.folder, names)
         _sync_folder(self.folder)
         _replace(self._target)
         self.discard()
@@ -317,11 +285,9 @@ def _replace(target: Path) -> None:
         _drop(replaced, target)
 
 
-def remove(target: CheckpointPath) -> None:
+def remove(target: Path) -> None:
     """Deletes a file, a link or a directory; a directory is renamed first."""
-    if isinstance(target, RemotePath):
-        target.remove()
-    elif target.is_dir() and not target.is_symlink():
+    if target.is_dir() and not target.is_symlink():
         with _writing(target):
             _drop(target, target)
     else:
@@ -349,31 +315,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------ reading
-
-
-def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
-    """Result of `read`, repeated until `target` is not replaced while it is read.
-
-    Raises:
-        OSError: `target` is replaced again and again.
-    """
-    if isinstance(target, RemotePath):
-        return read()
-    for _ in range(_NUM_TRIES):
-        recover(target)
-        before = file_identity(target)
-        try:
-            result = read()
-        except (OSError, ValueError):
-            if file_identity(target) == before:
-                raise
-        else:
-            if file_identity(target) == before:
-                return result
-    raise replaced_while_read_error(target)
-
-
 def file_identity(target: Path) -> tuple[int, ...] | None:
     """Device, inode and time of the last write of `target`; None if it does not exist."""
     try:
@@ -386,29 +327,18 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_mtime_ns  # numbers of inodes are used again
 
 
-def replaced_while_read_error(target: Path) -> OSError:
-    why = "another save replaced it while it was read; open it again"
-    return OSError(errno.ESTALE, why, str(target))
-
-
-def discard(folder: RemotePath) -> None:
-    """Deletes an incomplete folder; files that cannot be deleted stay."""
-    with contextlib.suppress(Exception):  # file systems of fsspec raise errors of any class
-        folder.remove()
-
-
 # ----------------------------------------------------------------------------------- a single file
 
 
 @contextlib.contextmanager
-def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, nbytes: int) -> Iterator[BinaryIO]:
     """Opens a new file that replaces `path` when the block ends without an exception.
 
     A link or a directory at `path` is replaced, a link not followed. After an exception, or if the
     process dies, `path` is unchanged. See [Note: Atomic replacement].
 
     Args:
-        path: Target, remote or in an existing folder.
+        path: Target in an existing folder.
         nbytes: Size of the file, or a little more. The space is reserved first, where the file
             system supports it, so that a full disk is detected before anything is written.
 
@@ -416,48 +346,119 @@ def atomic_write(path: CheckpointPath, nbytes: int) -> Iterator[BinaryIO]:
         OSError: The file cannot be written, or another process is writing it. On a full disk it
             names the path and the bytes that are needed and free.
     """
-    if isinstance(path, RemotePath):
-        with name_path_in_errors(path), path.atomic_write(nbytes) as file:
+    with explain_os_errors(path, nbytes), _writing(path) as temporary:
+        with create(temporary, nbytes) as file:
             yield file
-        return
-    with (
-        explain_os_errors(path, nbytes),
-        _writing(path) as temporary,
-        open(temporary, "xb", _BLOCK_BYTES) as file,
-    ):
-        _reserve(file, nbytes)
-        yield file
-        file.truncate(file.tell())
-        file.flush()
-        os.fsync(file.fileno())
         _replace(path)
 
 
-def _reserve(file: BinaryIO, nbytes: int) -> None:
+@contextlib.contextmanager
+def create(path: Path, nbytes: int) -> Iterator[BinaryIO]:
+    """Opens a new file of about `nbytes`, which is on the disk when the block ends."""
+    with _NewFile(io.FileIO(path, "x"), _BLOCK_BYTES) as file:
+        _reserve(file, nbytes)
+        yield cast(BinaryIO, file)
+        file.truncate(file.tell())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _NewFile(io.BufferedWriter):
+    """A new file that goes to the disk while it is written; or all would wait for the last sync."""
+
+    _started = 0  # bytes
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        if self.tell() - self._started >= _SYNC_BYTES:
+            self._started = self.tell()
+            _call_linux("sync_file_range", self, 0, 0, _SYNC_FILE_RANGE_WRITE)
+        return written
+
+
+def _reserve(file: io.BufferedWriter, nbytes: int) -> None:
     # Not posix_fallocate: without support of the file system it writes to every block.
-    allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    if allocate is None or not nbytes:
-        return
-    arguments = (ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(nbytes))
-    if allocate(file.fileno(), *arguments) and ctypes.get_errno() in DISK_FULL_ERRNOS:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    if nbytes and (number := _call_linux("fallocate", file, 0, 0, nbytes)) in DISK_FULL_ERRNOS:
+        raise OSError(number, os.strerror(number))
+
+
+def _call_linux(name: str, file: io.BufferedWriter, *arguments: int) -> int:
+    """Error of a function of Linux's C library for a file; 0 on success or another system."""
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    has_failed = function is not None and function(file.fileno(), *map(ctypes.c_int64, arguments))
+    return ctypes.get_errno() if has_failed else 0
+
+
+# --------------------------------------------------------------------------------------- checksums
+
+
+def write_checksums(folder: Path, names: Iterable[str]) -> None:
+    """Writes `SHA256SUMS` for these files of `folder`; `sha256sum -c SHA256SUMS` reads it, too."""
+    text = "".join(f"{file_digest(folder / name)}  {name}\n" for name in sorted(names)).encode()
+    with create(folder / CHECKSUMS, len(text)) as file:
+        file.write(text)
+
+
+def find_listed_damage(folder: Any, *, rank: int = 0, world_size: int = 1) -> list[str]:
+    """Verifies this rank's share of `SHA256SUMS` in a folder, local or remote.
+
+    Returns:
+        One line for each file that is missing or damaged.
+    """
+    sums = folder / CHECKSUMS
+    try:
+        lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
+    except UnicodeDecodeError as error:
+        return [f"{CHECKSUMS} is not a text file ({error})"]
+    damage = []
+    for number, line in list(enumerate(lines, start=1))[rank::world_size]:
+        match = _CHECKSUM.fullmatch(line)
+        if not match:
+            damage.append(f"line {number} of {CHECKSUMS} is not a checksum")
+            continue
+        digest, name = match.groups()
+        try:
+            file = folder / check_inside(name)
+        except ValueError as error:
+            damage.append(f"line {number} of {CHECKSUMS}: {error}")
+            continue
+        if not file.is_file():
+            damage.append(f"{printable(name)} is missing")
+        elif file_digest(file) != digest:
+            size = file.stat().st_size
+            damage.append(
+                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
+            )
+    return damage
+
+
+def file_digest(path: Any) -> str:
+    """SHA-256 of a file, local or remote, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------ errors
 
 
 @contextlib.contextmanager
-def explain_os_errors(path: CheckpointPath, nbytes: int) -> Iterator[None]:
-    """Names `path` in every OSError, and on a full disk also the bytes needed and free."""
+def explain_os_errors(path: Any, nbytes: int) -> Iterator[None]:
+    """Names `path` in every OSError, and on a full local disk also the bytes needed and free."""
     try:
         with name_path_in_errors(path):
             yield
     except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS or isinstance(path, RemotePath):
+        if error.errno not in DISK_FULL_ERRNOS or not isinstance(path, Path):
             raise
         free = shutil.disk_usage(path.parent).free
         raise full_disk_error(path, nbytes, free, error.errno) from error
 
 
 @contextlib.contextmanager
-def name_path_in_errors(path: CheckpointPath) -> Iterator[None]:
+def name_path_in_errors(path: object) -> Iterator[None]:
     """Names `path` in an OSError without a file name, such as those of writing and syncing."""
     try:
         yield
@@ -468,7 +469,7 @@ def name_path_in_errors(path: CheckpointPath) -> Iterator[None]:
         raise OSError(number, why, str(path)) from error
 
 
-def full_disk_error(path: Path, nbytes: int, free: int, number: int = errno.ENOSPC) -> OSError:
+def full_disk_error(path: object, nbytes: int, free: int, number: int = errno.ENOSPC) -> OSError:
     return OSError(
         number,
         f"{path} was not written: it needs {nbytes} bytes ({nbytes / _GIB:.2f} GiB) and {free} "

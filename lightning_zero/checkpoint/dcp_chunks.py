@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, file_sizes
+from lightning_zero.checkpoint.storage import CheckpointPath, file_sizes
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = ["check_complete", "overlap"]

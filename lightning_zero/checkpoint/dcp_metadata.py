@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.atomic import CheckpointPath
+from lightning_zero.checkpoint.storage import CheckpointPath
 from lightning_zero.layout.foreign_names import check_inside, printable
 
 __all__ = [

@@ -1,6 +1,6 @@
 """Opens a directory in the format of `torch.distributed.checkpoint`, from any writer.
 
-The files of ranks are mapped into memory; from remote files, ranges are read. Each item in them is
+The ranges of the files of ranks are read (see `open_ranges`). Each item in them is
 a small file of `torch.save`, whose elements are one contiguous record. A tensor becomes a
 `LazyTensor`: a flat range of it is a view of the map if one item contains the range, and otherwise
 a copy from several items, for any boxes of the writer's ranks. torch's own reader would read every
@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import io
 import math
-import mmap
 import operator
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import torch
@@ -28,23 +26,24 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from lightning_zero.checkpoint.atomic import (
-    CheckpointPath,
-    file_identity,
-    file_sizes,
-    replaced_while_read_error,
-)
 from lightning_zero.checkpoint.checkpoint_shard import boxes_of_range
 from lightning_zero.checkpoint.dcp_chunks import check_complete
 from lightning_zero.checkpoint.dcp_metadata import METADATA, read_metadata
-from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
 from lightning_zero.checkpoint.save_record import find_foreign_files, find_foreign_items
 from lightning_zero.checkpoint.states import METADATA_KEY
+from lightning_zero.checkpoint.storage import (
+    ByteRange,
+    CheckpointPath,
+    Ranges,
+    file_sizes,
+    identity,
+    open_ranges,
+    replaced_while_read_error,
+)
 from lightning_zero.checkpoint.torch_file import (
     NUM_THREADS,
     find_damage_in_part,
     find_inflated,
-    open_pread,
     open_torch_file,
     span,
 )
@@ -75,21 +74,17 @@ class _ItemReader:
     def __init__(self, folder: CheckpointPath, metadata: Metadata) -> None:
         self._storage = metadata.storage_data
         self._folder = folder
-        # A cached remote path keeps the blocks that it has read.
-        self._file = lru_cache(_NUM_FILES)(lambda name: folder / name)
-        self._maps: dict[Path, mmap.mmap] = {}
-        self._identity = file_identity(folder) if isinstance(folder, Path) else None
+        open_file = partial(_open_file, folder, identity(folder))
+        self._ranges = lru_cache(_NUM_FILES)(open_file)  # of the file with a name
         self._items: dict[MetadataIndex, tuple[int, Tensor]] = {}  # see `_item`
         self._layouts: dict[bytes, Tensor] = {}  # by pickle; many items have the same one
         self._tensors: dict[object, LazyTensor] = {}  # by file and offset of their chunks
 
-    def map_files(self) -> None:
-        """Maps the files if there are few, so that they stay readable if they are replaced."""
+    def open_files(self) -> None:
+        """Opens the files if there are few, so that they stay readable if they are replaced."""
         names = {info.relative_path for info in self._storage.values()}
-        files = [self._file(name) for name in sorted(names)] if len(names) <= _NUM_FILES else []
-        for file in files:
-            if isinstance(file, Path):
-                self._map(file)
+        for name in sorted(names) if len(names) <= _NUM_FILES else ():
+            self._ranges(name)
 
     def tensor(self, name: str, entry: TensorStorageMetadata) -> LazyTensor:
         """The tensor `name`; tied weights, which have several names, give the same object."""
@@ -102,15 +97,14 @@ class _ItemReader:
     def load_object(self, name: str, weights_only: bool | None) -> Any:
         """The object `name`, which is not a tensor."""
         info = self._storage[MetadataIndex(name)]
-        with self._open_pread(self._file(info.relative_path)) as pread:
-            item = io.BufferedReader(ByteRange(pread, info.offset, info.length))
-            content = io.BytesIO(item.read(info.length))  # `pread` returns at most 2 GiB at once
+        content = io.BytesIO(self._item_file(info).read(info.length))
         try:
             if why := find_inflated(content):
                 raise ValueError(why)
             return torch.load(content, map_location="cpu", weights_only=weights_only)
         except pickle.UnpicklingError as error:
-            raise pickle.UnpicklingError(f"{self._describe(name, info)}: {error}") from error
+            file = printable(str(self._folder / info.relative_path))
+            raise pickle.UnpicklingError(f"{printable(name)} in {file}: {error}") from error
         except Exception as error:
             if weights_only is False and not isinstance(error, _DAMAGE_ERRORS):
                 raise  # raised by a class that is unpickled
@@ -146,30 +140,25 @@ class _ItemReader:
     ) -> Tensor:
         """Block at `offsets` of an item with `item_sizes`; all in elements, by dimension."""
         info = self._storage[index]
-        file = self._file(info.relative_path)
         try:
-            start, item = self._item(file, index, dtype, item_sizes)
+            start, item = self._item(index, dtype, item_sizes)
             strides, numel = item.stride(), span(sizes, item.stride())
             first = int(item.storage_offset()) + sum(map(operator.mul, offsets, strides))
             start += first * dtype.itemsize
             if start + numel * dtype.itemsize > info.offset + info.length:
                 raise ValueError("it is smaller than its size in the metadata")
-            if isinstance(file, RemotePath):
-                data: Any = file.read(start, start + numel * dtype.itemsize)
-                flat = torch.frombuffer(data, dtype=dtype)
-            else:
-                flat = torch.frombuffer(self._map(file), dtype=dtype, offset=start, count=numel)
-            return flat.as_strided(sizes, strides)
+            data = self._ranges(info.relative_path)(start, start + numel * dtype.itemsize)
+            return torch.frombuffer(data, dtype=dtype).as_strided(sizes, strides)
         except (*_DAMAGE_ERRORS, RuntimeError, pickle.UnpicklingError) as error:
             raise self._damage_error(index.fqn, info, error) from error
 
     def _item(
-        self, file: CheckpointPath, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
+        self, index: MetadataIndex, dtype: torch.dtype, sizes: Sequence[int]
     ) -> tuple[int, Tensor]:
         """Byte of the file at which the storage of an item starts; the item on the meta device."""
         if index not in self._items:
             nbytes = math.prod(sizes) * dtype.itemsize
-            start, like = self._open_item(file, self._storage[index], nbytes)
+            start, like = self._open_item(self._storage[index], nbytes)
             if not isinstance(like, Tensor) or like.layout != torch.strided:
                 raise ValueError("it is not a dense tensor")
             if like.dtype != dtype or like.shape != torch.Size(sizes):
@@ -180,14 +169,17 @@ class _ItemReader:
             self._items[index] = start, like
         return self._items[index]
 
-    def _open_item(self, file: CheckpointPath, info: Any, nbytes: int) -> tuple[int, Tensor]:
-        with self._open_pread(file) as pread:
-            item: Any = ByteRange(pread, info.offset, info.length)
-            try:
-                start, like = self._layout(item, info.length - nbytes)
-            except Exception as error:
-                raise (item.failure or error) from error
+    def _open_item(self, info: Any, nbytes: int) -> tuple[int, Tensor]:
+        item = self._item_file(info)
+        try:
+            start, like = self._layout(item, info.length - nbytes)
+        except Exception as error:
+            raise (item.failure or error) from error
         return info.offset + start, like
+
+    def _item_file(self, info: Any) -> ByteRange:
+        """An item as a file for reading."""
+        return ByteRange(self._ranges(info.relative_path), info.offset, info.length)
 
     def _layout(self, item: Any, header_bytes: int) -> tuple[int, Tensor]:
         """Byte of an item at which its elements start; the item on the meta device.
@@ -208,12 +200,8 @@ class _ItemReader:
             self._layouts[pickled] = torch.load(item, map_location="meta", weights_only=True)
         return reader.get_record_offset("data/0"), self._layouts[pickled]
 
-    def _describe(self, name: str, info: Any) -> str:
-        file = self._file(info.relative_path)
-        return f"{printable(name)} in {printable(str(file))}"
-
     def _damage_error(self, name: str, info: Any, error: Exception) -> Exception:
-        file = printable(str(self._file(info.relative_path)))
+        file = printable(str(self._folder / info.relative_path))
         if isinstance(error, OSError) and error.errno:
             return OSError(error.errno, f"{printable(name)}: {error.strerror}", file)
         return ValueError(
@@ -221,25 +209,12 @@ class _ItemReader:
             "checkpoint is damaged."
         )
 
-    def _open_pread(self, file: CheckpointPath) -> AbstractContextManager[Pread]:
-        if not isinstance(file, Path):
-            return open_pread(file)
-        mapped = self._map(file)  # the file of this name may have been replaced by now
-        return nullcontext(lambda size, offset: mapped[offset : offset + size])
 
-    def _map(self, file: Path) -> mmap.mmap:
-        """Maps the file privately, so that a write to a tensor does not change the file."""
-        if file not in self._maps:
-            flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-            with open(file, "rb") as stream:
-                mapped = mmap.mmap(
-                    stream.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE
-                )
-            if isinstance(self._folder, Path) and file_identity(self._folder) != self._identity:
-                raise replaced_while_read_error(self._folder)
-            mapped.madvise(mmap.MADV_SEQUENTIAL)
-            self._maps[file] = mapped
-        return self._maps[file]
+def _open_file(folder: CheckpointPath, expected: object, name: str) -> Ranges:
+    ranges = open_ranges(folder / name)
+    if identity(folder) != expected:
+        raise replaced_while_read_error(folder)
+    return ranges
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -317,7 +292,7 @@ def open_sharded(
             "checkpoint, or copy this one again."
         )
     items = _ItemReader(folder, metadata)
-    items.map_files()
+    items.open_files()
     paths: Mapping[str, Sequence[str | int]] = metadata.planner_data or {}
     ordered = [name for name in paths if name in metadata.state_dict_metadata]
     ordered += [name for name in metadata.state_dict_metadata if name not in paths]

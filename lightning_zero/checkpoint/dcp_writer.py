@@ -3,25 +3,21 @@
 Every rank writes one file; the directory appears when all are complete. Plan and metadata are
 torch's own. Its file writer is not used, for two reasons: it keeps every tensor in memory until the
 file is complete, but states on NVMe may be larger than memory; and it writes tied tensors once for
-each name.
+each name. So it is in torch 2.13.0: `_write_files_from_queue` in `filesystem.py` collects all
+tensors of a file in `tensor_dict`, of which only its safetensors format has a use.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import errno
 import io
-import os
 import pickle
-import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -32,21 +28,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     DISK_FULL_ERRNOS,
-    CheckpointPath,
-    StagedDirectory,
-    file_sizes,
     full_disk_error,
-    locate,
     name_path_in_errors,
 )
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.checkpoint.checksums import CHECKSUMS, write_checksums
 from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
 from lightning_zero.checkpoint.dcp_reader import META_FILE
-from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.save_record import (
     ALIGNMENT,
     RECORD,
@@ -55,7 +44,18 @@ from lightning_zero.checkpoint.save_record import (
     trailer,
 )
 from lightning_zero.checkpoint.states import shards_in
-from lightning_zero.checkpoint.torch_file import open_pread
+from lightning_zero.checkpoint.storage import (
+    CheckpointPath,
+    Staging,
+    as_local,
+    create,
+    file_sizes,
+    locate,
+    open_checked,
+    stage,
+    write_bytes,
+)
+from lightning_zero.checkpoint.torch_file import save_to
 from lightning_zero.comm.control import Channel
 from lightning_zero.health.together import run_on_all_ranks
 from lightning_zero.record import streams
@@ -63,51 +63,7 @@ from lightning_zero.tiers.memory import aligned_empty
 
 __all__ = ["SavePlanCache", "ShardedSave", "merge_metadata", "rank_file"]
 
-_BUFFER_BYTES = 2**20
-_SYNC_BYTES = 2**26
-
 _Written = tuple[SavePlan, list[WriteResult]]
-
-
-def _write_items(
-    folder: CheckpointPath, rank: int, planner: DefaultSavePlanner, save: str
-) -> list[WriteResult]:
-    """Writes the items of `planner.plan` and syncs; tied tensors are written once."""
-    path = folder / rank_file(rank)
-    if isinstance(path, RemotePath):
-        with name_path_in_errors(path), path.atomic_write(_owned_bytes(planner)) as file:
-            results = list(_append_items(planner, file, path.name))
-            file.write(trailer(save, path.name))
-            return results
-    results = []
-    synced = 0
-    with (
-        name_path_in_errors(path),
-        open(path, "xb", buffering=_BUFFER_BYTES) as file,
-        ThreadPoolExecutor(1, thread_name_prefix="zero-save") as thread,
-    ):
-        syncing = thread.submit(file.flush)
-        for result in _append_items(planner, file, path.name):
-            results.append(result)
-            if file.tell() - synced >= _SYNC_BYTES and syncing.done():
-                syncing.result()
-                synced = file.tell()
-                # Sync while writing; otherwise all data would wait for the last sync.
-                syncing = thread.submit(os.fdatasync, file.fileno())
-        syncing.result()
-        file.write(trailer(save, path.name))
-        file.flush()
-        os.fsync(file.fileno())
-    return results
-
-
-def _digest(path: CheckpointPath, results: Iterable[WriteResult]) -> str:
-    """Digest for [Note: One save]; empty for a remote file, which is not read back."""
-    if isinstance(path, RemotePath):
-        return ""
-    stored = [result.storage_data for result in results]
-    with open_pread(path) as pread:
-        return digest_item_ends(pread, [(info.offset, info.length) for info in stored])
 
 
 def _append_items(planner: DefaultSavePlanner, file: BinaryIO, name: str) -> Iterator[WriteResult]:
@@ -132,12 +88,7 @@ def _append(data: Tensor | io.BytesIO, file: BinaryIO) -> None:
     data = data.detach().cpu()
     if data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes the entire storage
         data = data.clone()
-    try:
-        torch.save(data, file)
-    except RuntimeError as error:  # from torch's archive writer, which hides the OSError
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
+    save_to(file, data)
 
 
 @dataclass
@@ -197,10 +148,7 @@ class ShardedSave:
     channel: Channel
     plan_cache: SavePlanCache  # from earlier saves over this channel
     total_bytes: int  # of the shards of all ranks
-    # The directory being written; on rank 0, for a local target.
-    _staged: StagedDirectory | None = field(default=None, init=False)
-    # Remote metadata may already name this save's folder; then the folder must not be deleted.
-    _may_be_referenced: bool = field(default=False, init=False)
+    _staged: Staging | None = field(default=None, init=False)  # being written; on rank 0
 
     @classmethod
     def prepare(
@@ -253,7 +201,7 @@ class ShardedSave:
     @property
     def snapshot_bytes(self) -> int:
         """CPU memory that `snapshot` needs for this rank's shards."""
-        return sum({_key(shard): shard.owned_bytes for shard in _shards(self.planner)}.values())
+        return _owned_bytes(self.planner)
 
     def snapshot(self, memory: dict[str, Tensor], *, pin: bool) -> None:
         """Copies this rank's values, so that training continues before they are written. Local.
@@ -292,12 +240,10 @@ class ShardedSave:
         """
         channel = self.channel
         together = partial(run_on_all_ranks, gather=channel.all_gather)
-        is_first = channel.rank == 0
-        folder: CheckpointPath | None = None
-        free_bytes = 0  # on the disk of rank 0, before the save
+        free = None  # bytes on the disk of rank 0, before the save
         try:
-            begin = self._begin if is_first else lambda: ("", "", 0)
-            address, save, free_bytes = together(begin)[0]
+            begin = self._begin if channel.rank == 0 else lambda: ("", "", None)
+            address, save, free = together(begin)[0]
             folder = locate(address)
             write = partial(self._write, folder, save)
             written, digests = self.plan_cache.gather_if_changed(write, channel)
@@ -306,42 +252,38 @@ class ShardedSave:
             self.plan_cache.clear()  # rank 0 may have received only a part of the plans
             if self._staged is not None:
                 self._staged.discard()
-            elif is_first and isinstance(folder, RemotePath) and not self._may_be_referenced:
-                atomic.discard(folder)
-            target = self.target
-            if (
-                isinstance(target, Path)
-                and isinstance(error, OSError)
-                and error.errno in DISK_FULL_ERRNOS
-            ):
-                raise full_disk_error(target, self.total_bytes, free_bytes) from error
+            is_full = isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS
+            if is_full and free is not None:
+                raise full_disk_error(self.target, self.total_bytes, free) from error
             raise
 
-    def _begin(self) -> tuple[str, str, int]:
-        """Creates the folder of this save's files; a remote one is named after the save.
+    def _begin(self) -> tuple[str, str, int | None]:
+        """Creates the folder of this save's files.
 
         Returns:
             The folder's address, the name of this save, and the free bytes of a local disk.
         """
-        name = secrets.token_hex(16)
-        if isinstance(self.target, Path):
-            self._staged = StagedDirectory(self.target)
-            free_bytes = shutil.disk_usage(self._staged.folder).free
-            return str(self._staged.folder), name, free_bytes
-        if self.target.is_file():
-            raise FileExistsError(
-                errno.EEXIST,
-                "the address holds a full checkpoint, which a sharded one cannot replace on remote "
-                "storage; delete it, or choose another name",
-                str(self.target),
-            )
-        return str(self.target / f"save-{secrets.token_hex(4)}"), name, 0
+        self._staged = stage(self.target, index=(METADATA, META_FILE))
+        local = as_local(self._staged.folder)
+        free = shutil.disk_usage(local).free if local else None
+        return str(self._staged.folder), secrets.token_hex(16), free
 
     def _write(self, folder: CheckpointPath, save: str) -> tuple[_Written, str]:
-        plan = self.planner.create_local_plan()
-        rank = self.channel.rank
-        results = _write_items(folder, rank, self.planner, save)
-        return (plan, results), _digest(folder / rank_file(rank), results)
+        """Writes this rank's file; tied tensors are written once."""
+        planner, rank = self.planner, self.channel.rank
+        plan = planner.create_local_plan()
+        path = folder / rank_file(rank)
+        with name_path_in_errors(path), create(path, _owned_bytes(planner)) as file:
+            # Relative to the target, of which a remote folder is a part.
+            name = path.name if as_local(folder) else f"{folder.name}/{path.name}"
+            results = list(_append_items(planner, file, name))
+            file.write(trailer(save, path.name))
+        digest = ""  # of a remote file, which is not read back
+        if as_local(path):
+            stored = [result.storage_data for result in results]
+            with open_checked(path) as ranges:
+                digest = digest_item_ends(ranges, [(info.offset, info.length) for info in stored])
+        return (plan, results), digest
 
     def _finish(
         self, folder: CheckpointPath, save: str, written: list[_Written] | None, digests: list[str]
@@ -361,60 +303,21 @@ class ShardedSave:
             with gc_paused():
                 self.plan_cache.merge(self.planner, written)
         ends = {rank_file(rank): digest for rank, digest in enumerate(digests)}
-        rest = self.rest.getbuffer()
-        if isinstance(folder, RemotePath):
-            assert isinstance(self.target, RemotePath)
-            self._finish_remote(folder, self.target, encode_record(save, ends, {META_FILE: rest}))
-            return
         assert self._staged is not None
         contents: dict[str, bytes | memoryview] = {
             METADATA: self.plan_cache.metadata,
-            META_FILE: rest,
+            META_FILE: self.rest.getbuffer(),
         }
         contents[RECORD] = encode_record(save, ends, contents)
         for name, content in contents.items():
-            with name_path_in_errors(folder / name), open(folder / name, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-        write_checksums(folder, contents)
-        self._staged.publish()
-        self._staged = None
-
-    def _finish_remote(self, folder: RemotePath, target: RemotePath, save_record: bytes) -> None:
-        """See [Note: Atomic replacement on remote storage]."""
-        metadata = pickle.loads(self.plan_cache.metadata)
-        for index, info in metadata.storage_data.items():
-            path = f"{folder.name}/{info.relative_path}"
-            metadata.storage_data[index] = replace(info, relative_path=path)
-        _write_file(folder / META_FILE, self.rest.getbuffer())
-        _write_file(folder / RECORD, save_record)
-        for name in (CHECKSUMS, RECORD):  # from a directory that was copied there
-            (target / name).remove()
-        self._may_be_referenced = True  # even if the write fails after the storage has the file
-        _write_file(target / METADATA, pickle.dumps(metadata))
-        _write_file(target / META_FILE, self.rest.getbuffer())
-        with contextlib.suppress(Exception):  # the save is complete; the next one deletes them
-            for other in target.iterdir():
-                if _SAVE_ENTRY.fullmatch(other.name) and other.name != folder.name:
-                    other.remove()
-
-
-# Entries of a save at a remote address, or of a directory that was copied there.
-_SAVE_ENTRY = re.compile(r"(?:save-[0-9a-f]{8}|__\d+_\d+\.distcp)")
-
-
-def _write_file(path: RemotePath, data: bytes | memoryview) -> None:
-    with name_path_in_errors(path), path.atomic_write(len(data)) as file:
-        file.write(data)
-
-
-def _shards(planner: DefaultSavePlanner) -> list[CheckpointShard]:
-    return [v for v in planner.state_dict.values() if isinstance(v, CheckpointShard)]
+            write_bytes(folder / name, content)
+        self._staged.publish(listed=contents)
 
 
 def _owned_bytes(planner: DefaultSavePlanner) -> int:
-    return sum(shard.owned_bytes for shard in _shards(planner))
+    """Bytes of this rank's shards; tied ones are written once."""
+    shards = [v for v in planner.state_dict.values() if isinstance(v, CheckpointShard)]
+    return sum({_key(shard): shard.owned_bytes for shard in shards}.values())
 
 
 def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Metadata:

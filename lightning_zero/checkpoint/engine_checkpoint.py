@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import locate
-from lightning_zero.checkpoint.dcp_reader import is_sharded as is_sharded_path
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.load import load_masters, load_module, load_optimizer
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
-from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import open_on_all_ranks
 from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
@@ -28,6 +22,7 @@ from lightning_zero.checkpoint.states import (
     sharded_state_dict,
     shards_in,
 )
+from lightning_zero.checkpoint.storage import check_shared, locate
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.engine import Engine
@@ -37,7 +32,6 @@ from lightning_zero.layout.names import with_saved_names
 __all__ = [
     "load_checkpoint",
     "save_checkpoint",
-    "write_full",
     "write_full_together",
     "write_sharded",
 ]
@@ -146,21 +140,6 @@ def load_checkpoint(
 # ----------------------------------------------------------------------------------------- writing
 
 
-def write_full(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
-    """Writes a full checkpoint as one file. On one rank."""
-    place = locate(path)
-    if isinstance(place, Path):
-        atomic.make_folder(place.parent)
-    elif is_sharded_path(place):
-        raise FileExistsError(
-            errno.EEXIST,
-            "a full checkpoint cannot replace a sharded checkpoint at a remote address; delete "
-            "the sharded one, or choose another name",
-            str(place),
-        )
-    write_torch_file(checkpoint, place)
-
-
 def write_full_together(
     checkpoint: dict[str, Any], path: str | os.PathLike[str], comm: Communicator
 ) -> None:
@@ -168,7 +147,7 @@ def write_full_together(
     with failing_together(f"save {path}", gather=comm.control.gather_objects):
         check_shared(path, comm.size)
         if comm.rank == 0:
-            write_full(checkpoint, path)
+            write_torch_file(checkpoint, locate(path))
 
 
 def write_sharded(

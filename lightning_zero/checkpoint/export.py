@@ -19,19 +19,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import CheckpointPath, explain_os_errors
+from lightning_zero.checkpoint.atomic import explain_os_errors
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.checkpoint.checksums import write_checksums
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import (
     INDEX,
+    encode_index,
     split_by_size,
-    write_index,
     write_safetensors,
 )
-from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import tensor_identity, total_nbytes
+from lightning_zero.checkpoint.storage import CheckpointPath, stage, write_bytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.layout.sizes import format_bytes
@@ -270,32 +268,20 @@ def _write_weights(
     if max_bytes is None:
         write_safetensors(path, tensors, tied, progress)
         return
-    if isinstance(path, RemotePath) and path.exists():
-        raise ValueError(
-            f"{path} exists, and a folder on remote storage cannot be replaced atomically; delete "
-            "it, choose another address, or use an OUT that ends with .safetensors."
-        )
     files = split_by_size(tensors, max_bytes)
-    staged = atomic.StagedDirectory(path) if isinstance(path, Path) else None
-    folder = path if staged is None else staged.folder
+    staged = stage(path)
     try:
         with explain_os_errors(path, total_nbytes(tensors)):
             for name, file_tensors in files.items():
                 tied_here = {other: kept for other, kept in tied.items() if kept in file_tensors}
-                write_safetensors(folder / name, file_tensors, tied_here, progress)
-            names = list(files)
+                write_safetensors(staged.folder / name, file_tensors, tied_here, progress)
+            names = [*files]
             if len(files) > 1:
-                write_index(folder / INDEX, files, tied)  # last: it makes the directory complete
+                write_bytes(staged.folder / INDEX, encode_index(files, tied))
                 names.append(INDEX)
-            if staged is not None:
-                write_checksums(staged.folder, names)
-                staged.publish()
-    except BaseException:
-        if staged is not None:
-            staged.discard()
-        elif isinstance(folder, RemotePath):
-            atomic.discard(folder)
-        raise
+            staged.publish(listed=names)
+    finally:
+        staged.discard()
 
 
 # ------------------------------------------------------------------------------------------- DCP

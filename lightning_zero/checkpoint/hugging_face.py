@@ -13,35 +13,36 @@ The index is a JSON file in the same folder that maps names to files,
 from __future__ import annotations
 
 import json
-import math
+import operator
 import struct
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
-from lightning_zero.checkpoint.remote import RemotePath
+from lightning_zero.checkpoint.storage import (
+    CheckpointPath,
+    Ranges,
+    atomic_write,
+    open_ranges,
+)
 from lightning_zero.checkpoint.torch_file import (
     Progress,
     iter_bytes,
+    lazy_tensor,
     open_torch_file,
-    read_elements,
 )
 from lightning_zero.layout.foreign_names import check_inside, printable
-from lightning_zero.tensors.lazy import LazyTensor
 
 __all__ = [
     "INDEX",
+    "encode_index",
     "files_with_checksums",
     "has_weights",
     "open_directory",
     "open_safetensors",
     "split_by_size",
-    "write_index",
     "write_safetensors",
 ]
 
@@ -56,6 +57,9 @@ _DTYPES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
@@ -67,7 +71,9 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+_DAMAGE_ERRORS = (struct.error, ValueError, KeyError, TypeError, AttributeError)
+_FLOAT4 = torch.float4_e2m1fn_x2  # two elements in a byte, which torch counts as one
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()} | {"F4": _FLOAT4}
 
 
 def write_safetensors(
@@ -108,10 +114,8 @@ def split_by_size(tensors: Mapping[str, Tensor], max_bytes: int) -> dict[str, di
     }
 
 
-def write_index(
-    path: CheckpointPath, files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]
-) -> None:
-    """Writes the index: the file of every name, and in its metadata the tied names."""
+def encode_index(files: Mapping[str, Mapping[str, Tensor]], tied: Mapping[str, str]) -> bytes:
+    """Content of the index: the file of every name, and in its metadata the tied names."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     metadata: dict[str, object] = {
         "total_size": sum(t.nbytes for tensors in files.values() for t in tensors.values())
@@ -119,9 +123,7 @@ def write_index(
     if tied:
         metadata["tied"] = dict(tied)
     index = {"metadata": metadata, "weight_map": weight_map}
-    text = (json.dumps(index, indent=2) + "\n").encode()
-    with atomic_write(path, len(text)) as file:
-        file.write(text)
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _header(ordered: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]) -> bytes:
@@ -185,45 +187,42 @@ def _find_weights(path: CheckpointPath) -> CheckpointPath:
 
 
 def open_safetensors(path: CheckpointPath) -> dict[str, Tensor]:
-    """Tensors of one file, mapped into memory; those of a remote file are read when used."""
-    if isinstance(path, RemotePath):
-        return _open_remote(path)
+    """Tensors of one file, which are read when they are used. See [Note: Safetensors]."""
+    size = path.stat().st_size
     try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-            return _with_tied(tensors, file.metadata() or {})
-    except SafetensorError as error:
+        ranges = open_ranges(path)
+        (length,) = struct.unpack("<Q", ranges(0, 8))
+        header = json.loads(bytes(ranges(8, 8 + length)))
+        metadata = header.pop("__metadata__", {})
+        tensors: dict[str, Tensor] = {
+            name: _lazy_tensor(ranges, 8 + length, entry) for name, entry in header.items()
+        }
+        spans = sorted(tuple(entry["data_offsets"]) for entry in header.values())
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+        if [*starts, size - 8 - length] != [0, *stops]:
+            raise ValueError("its tensors do not fill the file without gaps")
+        return _with_tied(tensors, metadata)
+    except (*_DAMAGE_ERRORS, RuntimeError) as error:
         raise ValueError(
-            f"{path} ({path.stat().st_size} bytes) is truncated or damaged: {error}. Copy it again."
+            f"{path} ({size} bytes) is truncated or damaged: {printable(str(error))}. Copy it "
+            "again."
         ) from error
 
 
-def _open_remote(path: RemotePath) -> dict[str, Tensor]:
-    """See [Note: Safetensors]."""
-    size = path.stat().st_size
-    try:
-        (length,) = struct.unpack("<Q", path.pread(8, 0))
-        header = json.loads(path.pread(min(length, size), 8))
-        metadata = header.pop("__metadata__", {})
-        tensors: dict[str, Tensor] = {
-            name: _lazy_tensor(path, 8 + length, entry) for name, entry in header.items()
-        }
-        ends = [entry["data_offsets"][1] for entry in header.values()]
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} ({size} bytes) is truncated or damaged: {error}.") from error
-    if 8 + length + max(ends, default=0) != size:
-        raise ValueError(f"{path} ({size} bytes) is truncated or damaged. Copy it again.")
-    return _with_tied(tensors, metadata)
-
-
-def _lazy_tensor(path: RemotePath, origin: int, entry: Mapping[str, Any]) -> LazyTensor:
-    dtype = _TORCH_DTYPES[entry["dtype"]]
-    first = origin + entry["data_offsets"][0]
-    if math.prod(entry["shape"]) * dtype.itemsize != origin + entry["data_offsets"][1] - first:
-        nbytes = entry["data_offsets"][1] - entry["data_offsets"][0]
-        raise ValueError(f"a {entry['dtype']} tensor of shape {entry['shape']} has {nbytes} bytes")
-    like = torch.empty(entry["shape"], dtype=dtype, device="meta")
-    return LazyTensor.of(like.shape, dtype, partial(read_elements, path, first, like))
+def _lazy_tensor(ranges: Ranges, origin: int, entry: Mapping[str, Any]) -> Tensor:
+    dtype = _TORCH_DTYPES.get(entry["dtype"])
+    if dtype is None:
+        raise ValueError(f"a tensor has dtype {entry['dtype']}, which is not known here")
+    start, stop = map(operator.index, entry["data_offsets"])
+    shape = entry["shape"]
+    if dtype is _FLOAT4:
+        shape = [*shape[:-1], shape[-1] // 2]
+    like = torch.empty(shape, dtype=dtype, device="meta")
+    if like.nbytes != stop - start:
+        raise ValueError(
+            f"a {entry['dtype']} tensor of shape {entry['shape']} has {stop - start} bytes"
+        )
+    return lazy_tensor(ranges, origin + start, like)
 
 
 def _open_file(path: CheckpointPath, weights_only: bool | None) -> dict[str, Tensor]:
@@ -242,7 +241,7 @@ def _read_index(index: CheckpointPath) -> tuple[dict[str, str], dict[str, str]]:
         weight_map = {str(k): check_inside(v) for k, v in content["weight_map"].items()}
         tied = dict(dict(content.get("metadata") or {}).get("tied") or {})
         return weight_map, tied
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (*_DAMAGE_ERRORS, RecursionError) as error:
         raise ValueError(
             f"{index} is not an index of weights: expected JSON with a dict 'weight_map' of names "
             f"to files, got {type(error).__name__}: {printable(str(error))}."

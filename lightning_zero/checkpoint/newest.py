@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
+from lightning_zero.checkpoint.atomic import delete_leftovers
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded
 from lightning_zero.checkpoint.source import open_checkpoint
+from lightning_zero.checkpoint.storage import local_path
 from lightning_zero.checkpoint.torch_file import is_torch_file
 
 __all__ = ["newest_checkpoint", "newest_of"]

@@ -22,9 +22,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.checkpoint.atomic import CheckpointPath
-from lightning_zero.checkpoint.remote import Pread
-from lightning_zero.checkpoint.torch_file import NUM_THREADS, open_pread
+from lightning_zero.checkpoint.atomic import file_digest
+from lightning_zero.checkpoint.storage import CheckpointPath, Ranges, open_checked
+from lightning_zero.checkpoint.torch_file import NUM_THREADS
 from lightning_zero.layout.foreign_names import printable
 
 __all__ = [
@@ -52,13 +52,13 @@ def trailer(save: str, name: str) -> bytes:
     return f"\nlightning_zero: save {save}, file {name}\n".encode().rjust(_TRAILER_BYTES, b"\0")
 
 
-def digest_item_ends(pread: Pread, parts: Iterable[_Part]) -> str:
+def digest_item_ends(ranges: Ranges, parts: Iterable[_Part]) -> str:
     """SHA-256 of the ends of a file's items; an item with several names counts once."""
     digest = hashlib.sha256()
     for offset, length in sorted(set(parts)):
-        size = min(length, _END_BYTES)
+        stop = offset + length
         digest.update(f"{offset} {length} ".encode())
-        digest.update(pread(size, offset + length - size))
+        digest.update(ranges(stop - min(length, _END_BYTES), stop))
     return digest.hexdigest()
 
 
@@ -107,7 +107,7 @@ def _foreign_files_in(folder: CheckpointPath, names: Sequence[str]) -> list[str]
         path = folder / name
         if not path.is_file():
             problems.append(f"{name} is missing")
-        elif _digest(path) != digest:
+        elif file_digest(path) != digest:
             problems.append(
                 f"{printable(name)} differs from its digest in {RECORD}: it is damaged, or belongs "
                 "to another save"
@@ -137,8 +137,8 @@ def find_foreign_items(
             continue
         if has_empty and _has_unlisted_items(folder / name, parts[name]):
             continue
-        with open_pread(folder / name) as pread:
-            if digest_item_ends(pread, parts[name]) != expected:
+        with open_checked(folder / name) as ranges:
+            if digest_item_ends(ranges, parts[name]) != expected:
                 problems.append(f"{printable(name)} has items that differ from {RECORD}")
     return problems
 
@@ -172,8 +172,8 @@ def _read_trailer(folder: CheckpointPath, name: str) -> str:
     size = path.stat().st_size
     if size < _TRAILER_BYTES:
         return ""
-    with open_pread(path) as pread:
-        match = _TRAILER.fullmatch(pread(_TRAILER_BYTES, size - _TRAILER_BYTES))
+    with open_checked(path) as ranges:
+        match = _TRAILER.fullmatch(ranges(size - _TRAILER_BYTES, size))
     if match is None:
         return ""
     save, own_name = match[1].decode(), match[2]
@@ -198,11 +198,3 @@ def _read_record(folder: CheckpointPath) -> dict[str, Any] | str | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     return f"{RECORD} is not a record of a save: it is damaged"
-
-
-def _digest(path: CheckpointPath) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()

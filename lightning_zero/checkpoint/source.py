@@ -19,19 +19,25 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_zero.checkpoint import checksums, dcp_reader, hugging_face, torch_file
-from lightning_zero.checkpoint.atomic import CheckpointPath, locate, read_consistently, recover
+from lightning_zero.checkpoint import dcp_reader, hugging_face, torch_file
+from lightning_zero.checkpoint.atomic import CHECKSUMS, find_listed_damage
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
-from lightning_zero.checkpoint.remote import RemotePath, check_shared
 from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY, RANK_STATES_KEY
+from lightning_zero.checkpoint.storage import (
+    CheckpointPath,
+    as_local,
+    check_shared,
+    locate,
+    read_consistently,
+    recover,
+)
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
 from lightning_zero.deepspeed.checkpoint import is_deepspeed, open_deepspeed
@@ -72,7 +78,7 @@ def find_damage(path: str | os.PathLike[str], *, rank: int = 0, world_size: int 
 
 def _find_damage(path: CheckpointPath, rank: int, world_size: int) -> list[str]:
     if path.is_dir():
-        damage = checksums.find_damage(path, rank=rank, world_size=world_size)
+        damage = find_listed_damage(path, rank=rank, world_size=world_size)
         if any(line.startswith(METADATA) for line in damage):
             return damage
         if is_sharded(path):
@@ -98,17 +104,16 @@ def _find_damage_in_files(folder: CheckpointPath, rank: int, world_size: int) ->
 
 
 def _torch_files(folder: CheckpointPath) -> list[CheckpointPath]:
-    if isinstance(folder, Path) and is_deepspeed(folder):
-        return [*deepspeed_files(folder)]
-    if has_weights(folder) and not is_deepspeed(folder):
-        return hugging_face.files_with_checksums(folder)
-    return []
+    if is_deepspeed(folder):
+        local = as_local(folder)
+        return [*deepspeed_files(local)] if local else []
+    return hugging_face.files_with_checksums(folder) if has_weights(folder) else []
 
 
 def has_checksums(path: CheckpointPath) -> bool:
     """Whether the checkpoint has checksums for `find_damage`."""
     if path.is_dir():
-        if is_sharded(path) or (path / checksums.CHECKSUMS).is_file():
+        if is_sharded(path) or (path / CHECKSUMS).is_file():
             return True
         files = (file for file in _torch_files(path) if file.is_file())
         return any(torch_file.has_checksums(file) for file in files)
@@ -200,14 +205,9 @@ def open_objects(
     """As `open_checkpoint`, with the keys that were saved, and any dict of `torch.save`. Local."""
     located = locate(path)
 
-    def read() -> Any:
-        if located.is_dir() and is_sharded(located):
-            return open_sharded(located, weights_only=weights_only, keeps_keys=True)
-        if located.is_file() and is_torch_file(located):
-            return open_torch_file(located, weights_only=weights_only)
-        return _open_located(located, path, weights_only)
-
-    contents = read_consistently(located, read)
+    contents = read_consistently(
+        located, lambda: _open_located(located, path, weights_only, keeps_keys=True)
+    )
     if not isinstance(contents, dict):
         raise ValueError(f"{path} contains a {type(contents).__name__}, expected a dict.")
     return contents
@@ -222,9 +222,8 @@ def open_objects_on_all_ranks(
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
     """As `open_on_all_ranks`, with `open_objects`. Collective: every rank."""
-    _verify_on_all_ranks(path, rank, world_size, gather_for)
-    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
-        return open_objects(path, weights_only=weights_only)
+    open_here = partial(open_objects, weights_only=weights_only)
+    return _open_on_all_ranks(open_here, path, rank, world_size, gather_for)
 
 
 def _as_one_module(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -267,35 +266,42 @@ def open_on_all_ranks(
         ValueError: The checkpoint is damaged, or its format is unknown.
         OSError, RuntimeError: Another rank could not open it.
     """
-    _verify_on_all_ranks(path, rank, world_size, gather_for)
-    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
-        checkpoint = open_checkpoint(path, weights_only=weights_only)
+    open_here = partial(open_checkpoint, weights_only=weights_only)
+    checkpoint = _open_on_all_ranks(open_here, path, rank, world_size, gather_for)
     for key, value in checkpoint.items():
         if key not in _READ_FROM_FILE:
             checkpoint[key] = tree_map_only(Tensor, Tensor.clone, value)
     return checkpoint
 
 
-def _verify_on_all_ranks(
+def _open_on_all_ranks(
+    open_here: Callable[[str | os.PathLike[str]], dict[str, Any]],
     path: str | os.PathLike[str],
     rank: int,
     world_size: int,
     gather_for: Callable[[str], Gather],
-) -> None:
-    """Recovers a checkpoint of a killed job, and verifies it. Collective: every rank."""
+) -> dict[str, Any]:
+    """Recovers a checkpoint of a killed job, verifies and opens it. Collective: every rank."""
     with failing_together(f"reach {path}", gather=gather_for(f"all ranks to reach {path}")):
         check_shared(path, world_size)
     with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
         if rank == 0:
             recover(locate(path))
     raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
+    with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
+        return open_here(path)
 
 
 def _open_located(
-    located: CheckpointPath, path: str | os.PathLike[str], weights_only: bool | None
-) -> dict[str, Any]:
+    located: CheckpointPath,
+    path: str | os.PathLike[str],
+    weights_only: bool | None,
+    *,
+    keeps_keys: bool = False,
+) -> Any:
+    """Opens a checkpoint; with `keeps_keys` also one of other entries, or another object."""
     if located.is_dir():
-        return _open_directory(located, weights_only)
+        return _open_directory(located, weights_only, keeps_keys)
     if not located.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {path}")
     if located.stat().st_size == 0:
@@ -303,7 +309,8 @@ def _open_located(
     if located.suffix == ".safetensors":
         return {"state_dict": open_safetensors(located)}
     if is_torch_file(located):
-        return _as_checkpoint(open_torch_file(located, weights_only=weights_only), located)
+        content = open_torch_file(located, weights_only=weights_only)
+        return content if keeps_keys else _as_checkpoint(content, located)
     with located.open("rb") as file:
         found = file.read(8)
     raise ValueError(
@@ -311,14 +318,16 @@ def _open_located(
     )
 
 
-def _open_directory(path: CheckpointPath, weights_only: bool | None) -> dict[str, Any]:
+def _open_directory(
+    path: CheckpointPath, weights_only: bool | None, keeps_keys: bool
+) -> dict[str, Any]:
     if is_sharded(path):
-        return open_sharded(path, weights_only=weights_only)
+        return open_sharded(path, weights_only=weights_only, keeps_keys=keeps_keys)
     if is_deepspeed(path):
-        if isinstance(path, RemotePath):
+        if (local := as_local(path)) is None:
             raise ValueError(f"{path} is a DeepSpeed checkpoint; copy it to a local folder first.")
         return open_deepspeed(
-            path, partial(torch_file.open_without, "deepspeed", weights_only=weights_only)
+            local, partial(torch_file.open_without, "deepspeed", weights_only=weights_only)
         )
     if has_weights(path):
         return {"state_dict": open_directory(path, weights_only=weights_only)}

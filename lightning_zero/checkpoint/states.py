@@ -156,9 +156,16 @@ def narrow_masters(engine: Engine) -> dict[str, Tensor]:
 
     Collective: every rank. Empty on ranks other than 0, and unless the module itself is 16-bit
     (precision "bf16-true").
+
+    Raises:
+        RuntimeError: The tensors do not fit into the free CPU memory of rank 0; on every rank.
     """
+    buckets = list(_narrow_buckets(engine))
+    slots = [(slot, b.plan.master_dtype) for b in buckets for slot in b.plan.layout.slots]
+    num_bytes = sum(slot.numel * dtype.itemsize for slot, dtype in slots)
+    _check_fits(engine, "main parameters", num_bytes)
     masters: dict[str, Tensor] = {}
-    for bucket in _narrow_buckets(engine):
+    for bucket in buckets:
         views = bucket.masters.all_gather().views
         if engine.comm.rank == 0:
             for slot, view in zip(bucket.plan.layout.slots, views, strict=True):

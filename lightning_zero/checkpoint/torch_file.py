@@ -10,27 +10,33 @@ file is read.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import re
 import struct
 import traceback
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.checkpoint.atomic import CheckpointPath, atomic_write
-from lightning_zero.checkpoint.remote import ByteRange, Pread, RemotePath
+from lightning_zero.checkpoint.storage import (
+    ByteRange,
+    CheckpointPath,
+    Ranges,
+    as_local,
+    atomic_write,
+    open_checked,
+    open_ranges,
+)
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.tensors.composite import is_composite, map_tensors
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
@@ -44,11 +50,11 @@ __all__ = [
     "has_checksums",
     "is_torch_file",
     "iter_bytes",
+    "lazy_tensor",
     "no_progress",
-    "open_pread",
     "open_torch_file",
     "open_without",
-    "read_elements",
+    "save_to",
     "span",
     "write_torch_file",
 ]
@@ -92,8 +98,8 @@ def open_torch_file(
     load = partial(torch.load, weights_only=weights_only, pickle_module=pickle_module)
     runs_classes = weights_only is False or pickle_module is not None
     try:
-        if isinstance(path, Path):
-            return load(path, map_location="cpu", mmap=is_zip and is_mapped)
+        if (local := as_local(path)) is not None:
+            return load(local, map_location="cpu", mmap=is_zip and is_mapped)
         with path.open("rb") as file:
             if not is_zip:
                 return load(file, map_location="cpu")
@@ -232,16 +238,16 @@ def _has_hidden_tensors(tree: Any) -> bool:
     return finder.has_found
 
 
-def _with_lazy_tensors(path: RemotePath, tree: Any) -> Any:
+def _with_lazy_tensors(path: CheckpointPath, tree: Any) -> Any:
     """Replaces tensors on the meta device, for which torch has noted their offsets in the file."""
+    ranges = open_ranges(path)
     tensors: dict[object, LazyTensor] = {}  # by offset, so that tied tensors stay one tensor
 
     def lazy(tensor: Tensor) -> LazyTensor:
         start = tensor.untyped_storage()._checkpoint_offset
         assert start is not None
         key = (start, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
-        read = partial(read_elements, path, start, tensor.detach())
-        return tensors.setdefault(key, LazyTensor.of(tensor.shape, tensor.dtype, read))
+        return tensors.setdefault(key, lazy_tensor(ranges, start, tensor.detach()))
 
     def value(tensor: Tensor) -> Tensor:
         if is_composite(tensor):
@@ -251,22 +257,18 @@ def _with_lazy_tensors(path: RemotePath, tree: Any) -> Any:
     return tree_map_only(Tensor, value, tree)
 
 
-def read_elements(path: RemotePath, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
-    """Reads the row-major elements [start, stop) of a tensor whose storage starts at `origin`.
+def lazy_tensor(ranges: Ranges, origin: int, like: Tensor) -> LazyTensor:
+    """A tensor like `like`, on the meta device, whose storage starts at byte `origin` of a file."""
+    return LazyTensor.of(like.shape, like.dtype, partial(_read_elements, ranges, origin, like))
 
-    Args:
-        path: File to read from.
-        origin: First byte of the tensor's storage in the file.
-        like: Tensor on the meta device with the same dtype, shape, strides and storage offset.
-        start: First element.
-        stop: One past the last element.
-    """
+
+def _read_elements(ranges: Ranges, origin: int, like: Tensor, start: int, stop: int) -> Tensor:
     is_plain = like.is_contiguous()
     first, last = (start, stop) if is_plain else (0, span(like.shape, like.stride()))
     at = origin + (int(like.storage_offset()) + first) * like.element_size()
     if start == stop:
         return torch.empty(0, dtype=like.dtype)
-    data = path.read(at, at + (last - first) * like.element_size())
+    data = ranges(at, at + (last - first) * like.element_size())
     values = torch.frombuffer(data, dtype=like.dtype)
     if is_plain:
         return values
@@ -292,7 +294,7 @@ PIECE_BYTES = 16 * 1024**2
 _RECORD_BYTES = 512  # upper bound for the headers of a record
 _PICKLE_BYTES = 2**13  # of most files, in addition
 
-Progress = Callable[[int], object]  # called with the bytes of every piece that was written
+Progress = Callable[[int], object]  # called with the bytes that were written since the last call
 
 
 def no_progress(nbytes: int) -> None:
@@ -308,13 +310,18 @@ def write_torch_file(tree: object, path: CheckpointPath, progress: Progress = no
     storages = _storage_bytes(tree)
     nbytes = sum(storages)
     with atomic_write(path, nbytes + _RECORD_BYTES * (len(storages) + 8) + _PICKLE_BYTES) as file:
-        counted: Any = _Counted(file, nbytes, progress)
-        try:
-            torch.save(tree, counted)
-        except RuntimeError as error:  # from torch's archive writer, which hides the OSError
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
-            raise
+        save_to(file, tree)
+    progress(nbytes)
+
+
+def save_to(file: Any, tree: object) -> None:
+    """`torch.save` to an open file, with the OSError that torch's archive writer hides."""
+    try:
+        torch.save(tree, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _storage_bytes(tree: object) -> list[int]:
@@ -326,23 +333,6 @@ def _storage_bytes(tree: object) -> list[int]:
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided and not is_composite(leaf):
             nbytes[leaf.untyped_storage()._cdata] = leaf.untyped_storage().nbytes()
     return list(nbytes.values())
-
-
-class _Counted:
-    """A file for `torch.save` that reports the first `nbytes` bytes that are written to it."""
-
-    def __init__(self, file: BinaryIO, nbytes: int, progress: Progress) -> None:
-        self.flush = file.flush
-        self._file = file
-        self._left = nbytes
-        self._progress = progress
-
-    def write(self, data: memoryview) -> int:
-        written = self._file.write(data)
-        reported = min(self._left, written)
-        self._left -= reported
-        self._progress(reported)
-        return written
 
 
 def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
@@ -357,9 +347,9 @@ def iter_bytes(tensor: Tensor, progress: Progress) -> Iterator[memoryview]:
 # ---------------------------------------------------------------------------------------- checking
 
 NUM_THREADS = 4
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 _CHECKED_BYTES = 256 * 1024  # per read and thread; small, so that verifying takes little memory
-_CHECKED_REMOTE_BYTES = 4 * 1024**2  # per read over a network, which has a latency
+_CHECKED_REMOTE_BYTES = 4 * 1024**2  # a network has a latency
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # signature, lengths of the name and of the extra field
 # Errors of zipfile for damaged bytes: a bad name, a negative offset, an unsupported flag.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -382,46 +372,36 @@ def find_damage(path: CheckpointPath, *, rank: int = 0, world_size: int = 1) -> 
     Returns:
         One line for each damaged record.
     """
-    with open_pread(path) as pread:
-        if pread(4, 0) != _ZIP_MAGIC:
+    with path.open("rb") as file:
+        if file.read(4) != _ZIP_MAGIC:
             return []
-        try:
-            records = zipfile.ZipFile(ByteRange(pread, 0, path.stat().st_size)).infolist()
-        except _ZIP_ERRORS as error:
-            return [f"the directory of its records at the end is missing or damaged ({error})"]
-        own = sorted(records, key=lambda entry: -entry.file_size)[rank::world_size]
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            return [line for line in pool.map(partial(_check_record, path, pread, 0), own) if line]
+    size, own = path.stat().st_size, slice(rank, None, world_size)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        return list(_damage_in(path, 0, size, own, pool.map))
 
 
 def find_damage_in_part(path: CheckpointPath, start: int, length: int) -> str | None:
     """Describes a damaged record of a small torch file that is a part of `path`; or None."""
-    with open_pread(path) as pread:
+    return next(_damage_in(path, start, length, slice(None), map), None)
+
+
+def _damage_in(
+    path: CheckpointPath, start: int, length: int, own: slice, each: Callable[..., Iterable[Any]]
+) -> Iterator[str]:
+    """Describes the damaged records of a torch file that is a part of `path`.
+
+    `own`: selects records, ordered by size. `each`: `map`, or one that uses threads.
+    """
+    with open_checked(path) as ranges:
         try:
-            records = zipfile.ZipFile(ByteRange(pread, start, length)).infolist()
+            records = zipfile.ZipFile(ByteRange(ranges, start, length)).infolist()
         except _ZIP_ERRORS as error:
-            if pread(1, start) == _PICKLE_MAGIC:
-                return None
-            return f"the directory of its records is missing or damaged ({error})"
-        return next(filter(None, map(partial(_check_record, path, pread, start), records)), None)
-
-
-@contextmanager
-def open_pread(path: CheckpointPath) -> Iterator[Pread]:
-    """Opens a file for reading ranges from several threads."""
-    if isinstance(path, RemotePath):
-        yield path.pread
-        return
-    with path.open("rb", buffering=0) as file:
-        yield partial(_pread, path, file.fileno())
-
-
-def _pread(path: Path, descriptor: int, size: int, offset: int) -> bytes:
-    try:
-        return os.pread(descriptor, size, offset)
-    except OSError as error:
-        reason = f"cannot read {size} bytes at offset {offset}: {error.strerror}"
-        raise OSError(error.errno, reason, str(path)) from error
+            if ranges(start, start + 1) != _PICKLE_MAGIC:
+                yield f"the directory of its records at the end is missing or damaged ({error})"
+            return
+        ordered = sorted(records, key=lambda entry: -entry.file_size)
+        check = partial(_check_record, path, ranges, start)
+        yield from filter(None, each(check, ordered[own]))
 
 
 def has_checksums(path: CheckpointPath) -> bool:
@@ -437,13 +417,13 @@ def has_checksums(path: CheckpointPath) -> bool:
 
 
 def _check_record(
-    path: CheckpointPath, pread: Pread, origin: int, entry: zipfile.ZipInfo
+    path: CheckpointPath, ranges: Ranges, origin: int, entry: zipfile.ZipInfo
 ) -> str | None:
     """Describes the damage of a record, or None. Offsets in `entry` count from byte `origin`."""
     try:
         if entry.compress_type == zipfile.ZIP_STORED:
-            step = _CHECKED_BYTES if isinstance(path, Path) else _CHECKED_REMOTE_BYTES
-            return _compare_record(pread, step, origin + entry.header_offset, entry)
+            step = _CHECKED_BYTES if as_local(path) else _CHECKED_REMOTE_BYTES
+            return _compare_record(ranges, step, origin + entry.header_offset, entry)
         with (
             path.open("rb") as file,
             zipfile.ZipFile(file) as archive,
@@ -456,18 +436,19 @@ def _check_record(
         return f"record {entry.filename!r} cannot be read ({type(error).__name__}: {error})"
 
 
-def _compare_record(pread: Pread, step: int, start: int, entry: zipfile.ZipInfo) -> str | None:
-    header = pread(_LOCAL_HEADER.size, start)
+def _compare_record(ranges: Ranges, step: int, start: int, entry: zipfile.ZipInfo) -> str | None:
+    name_start = start + _LOCAL_HEADER.size
+    header = ranges(start, name_start)
     if len(header) < _LOCAL_HEADER.size or header[:4] != _ZIP_MAGIC:
         return f"record {entry.filename} has no header"
     _, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
-    name = pread(name_bytes, start + _LOCAL_HEADER.size)
+    name = ranges(name_start, name_start + name_bytes)
     if name != entry.filename.encode():
         return f"record {entry.filename} is named {name!r} in its header"
-    offset = start + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    offset = name_start + name_bytes + extra_bytes
     crc, left = 0, entry.file_size
     while left:
-        block = pread(min(left, step), offset)
+        block = ranges(offset, offset + min(left, step))
         if not block:
             return f"record {entry.filename} lacks its last {left} bytes"
         crc = zlib.crc32(block, crc)

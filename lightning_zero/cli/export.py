@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from tqdm import tqdm
 
 from lightning_zero._lightning.pytorch import __version__ as lightning_version
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import CheckpointPath, locate
 from lightning_zero.checkpoint.export import drop_pages, plan_export
 from lightning_zero.checkpoint.source import find_damage, raise_damage
+from lightning_zero.checkpoint.storage import CheckpointPath, as_local, locate
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import format_bytes
 
@@ -46,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     )
     for note in planned.notes:
         print(f"lightning-zero export: {printable(note)}", file=sys.stderr)
-    if isinstance(out, Path):
-        out.parent.mkdir(parents=True, exist_ok=True)
     with _progress_bar(planned.nbytes, checkpoint) as progress:
         planned.write(out, progress)
     print(f"{args.out}: {args.format}, {format_bytes(planned.nbytes)} of tensors")
@@ -62,22 +60,16 @@ def _check_paths(checkpoint: CheckpointPath, out: CheckpointPath, args: argparse
         raise ValueError(
             f"{args.out} and {args.checkpoint} overlap; choose another path for the export."
         )
-    if not (os.path.lexists(out) if isinstance(out, Path) else out.exists()):
-        return
-    if not args.force:
+    local = as_local(out)
+    if not args.force and (os.path.lexists(local) if local else out.exists()):
         raise FileExistsError(
             f"{args.out} exists; choose another path, or replace it with --force."
-        )
-    is_file = args.format == "ckpt" or out.suffix == ".safetensors"
-    if is_file and not isinstance(out, Path) and not out.is_file():
-        raise FileExistsError(
-            f"{args.out} is a directory, which a file cannot replace at a remote address; delete "
-            "it, or choose another name."
         )
 
 
 def _resolved(path: CheckpointPath) -> PurePath:
-    return path.resolve() if isinstance(path, Path) else PurePosixPath(str(path))
+    local = as_local(path)
+    return local.resolve() if local else PurePosixPath(str(path))
 
 
 def _max_shard_bytes(args: argparse.Namespace, out: CheckpointPath) -> int | None:
@@ -94,15 +86,15 @@ def _max_shard_bytes(args: argparse.Namespace, out: CheckpointPath) -> int | Non
 @contextmanager
 def _progress_bar(total: int, checkpoint: CheckpointPath) -> Iterator[Callable[[int], Any]]:
     """Shows a progress bar on a terminal, and drops mapped pages while reading."""
-    pending = 0
+    pending, local = 0, as_local(checkpoint)
     with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
 
         def progress(nbytes: int) -> None:
             nonlocal pending
             bar.update(nbytes)
             pending += nbytes
-            if pending >= _DROP_BYTES and isinstance(checkpoint, Path):
+            if pending >= _DROP_BYTES and local:
                 pending = 0
-                drop_pages(checkpoint)
+                drop_pages(local)
 
         yield progress

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import file_sizes, locate
 from lightning_zero.checkpoint.source import find_damage, format_of, has_checksums, summarize
+from lightning_zero.checkpoint.storage import file_sizes, locate
 from lightning_zero.layout.foreign_names import printable
 from lightning_zero.layout.sizes import format_bytes
 from lightning_zero.observe.tables import table

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -179,16 +179,8 @@ _OWN_ENTRIES = {
 _WRAPPER = "_forward_module."  # prefix of every name in Lightning before 2.1
 
 
-class _Folder(Protocol):
-    """A local or remote directory."""
-
-    def __truediv__(self, name: str, /) -> Any: ...
-
-    def glob(self, pattern: str, /) -> Iterable[Any]: ...
-
-
-def is_deepspeed(path: _Folder) -> bool:
-    """Whether `path` is a checkpoint directory of DeepSpeed, or the directory of one tag."""
+def is_deepspeed(path: Any) -> bool:
+    """Whether a path, local or remote, is a checkpoint directory of DeepSpeed or of one tag."""
     return (path / "latest").is_file() or any(path.glob("*mp_rank_*_model_states.pt"))
 
 

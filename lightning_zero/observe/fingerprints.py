@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import STEP_OUTPUT, DDPStrategy, SingleDeviceStrategy
-from lightning_zero.checkpoint.remote import is_remote
+from lightning_zero.checkpoint.storage import is_remote
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.strategy.strategy import ZeroStrategy
 from lightning_zero.tensors.lazy import LazyTensor

@@ -26,7 +26,7 @@ from typing_extensions import override
 from lightning_zero._lightning import pytorch as pl
 from lightning_zero._lightning.pytorch import STEP_OUTPUT, WandbLogger
 from lightning_zero._lightning.pytorch import __version__ as lightning_version
-from lightning_zero.checkpoint.remote import is_remote
+from lightning_zero.checkpoint.storage import is_remote
 from lightning_zero.engine.consistency import describe_software
 from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier

@@ -38,9 +38,9 @@ from lightning_zero.checkpoint import (
 )
 from lightning_zero.checkpoint.modules import replace_sharded_parameters
 from lightning_zero.checkpoint.rank_states import gather_rank_states
-from lightning_zero.checkpoint.remote import check_shared
 from lightning_zero.checkpoint.source import open_on_all_ranks
 from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY, full_optimizer_state
+from lightning_zero.checkpoint.storage import check_shared
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.health.together import failing_together

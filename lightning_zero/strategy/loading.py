@@ -26,10 +26,9 @@ from lightning_zero._lightning.pytorch import (
     migrate_checkpoint,
 )
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import locate
-from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import MASTERS_KEY, RANK_STATES_KEY
+from lightning_zero.checkpoint.storage import as_local, locate
 from lightning_zero.checkpoint.torch_file import write_torch_file
 
 __all__ = ["is_download", "load_from_checkpoint"]
@@ -132,7 +131,5 @@ def is_download(path: _PATH) -> bool:
 
 
 def _is_torch_file(path: _PATH) -> bool:
-    place = locate(path)
-    return (
-        not isinstance(place, RemotePath) and not place.is_dir() and place.suffix != ".safetensors"
-    )
+    place = as_local(locate(path))
+    return place is not None and not place.is_dir() and place.suffix != ".safetensors"

@@ -26,9 +26,9 @@ from lightning_zero._lightning.pytorch import (
     Trainer,
     TrainerFn,
 )
-from lightning_zero.checkpoint.atomic import delete_leftovers, local_path
+from lightning_zero.checkpoint.atomic import delete_leftovers
 from lightning_zero.checkpoint.newest import newest_of
-from lightning_zero.checkpoint.remote import is_remote
+from lightning_zero.checkpoint.storage import is_remote, local_path
 
 __all__ = ["with_resolved_ckpt_path", "tidy_folders"]
 

@@ -33,18 +33,14 @@ from lightning_zero._lightning.fabric import (
     _is_local_file_protocol,
 )
 from lightning_zero._lightning.pytorch import Callback, Checkpoint, ModelCheckpoint, Trainer
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import CheckpointPath, local_path, locate
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_reader import is_sharded
 from lightning_zero.checkpoint.dcp_writer import SavePlanCache, ShardedSave
-from lightning_zero.checkpoint.engine_checkpoint import write_full
 from lightning_zero.checkpoint.rank_states import (
     add_rank_states,
     encode_on_all_ranks,
     rank_state_shard,
 )
-from lightning_zero.checkpoint.remote import check_shared, is_remote
 from lightning_zero.checkpoint.source import find_damage, raise_damage
 from lightning_zero.checkpoint.states import (
     MASTERS_KEY,
@@ -56,6 +52,15 @@ from lightning_zero.checkpoint.states import (
     sharded_state_dict,
     shards_in,
 )
+from lightning_zero.checkpoint.storage import (
+    CheckpointPath,
+    check_shared,
+    is_remote,
+    local_path,
+    locate,
+    remove,
+)
+from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.comm.control import Channel
 from lightning_zero.engine.counting import full_checkpoint_bytes
 from lightning_zero.engine.engine import Engine
@@ -394,7 +399,7 @@ def _run_in_session(save: ShardedSave) -> None:
 
 def _remove_or_warn(path: CheckpointPath) -> None:
     try:
-        atomic.remove(path)
+        remove(path)
     except Exception as error:  # the exceptions of remote storage are not known in advance
         rank_zero_warn(f"the old checkpoint {path} could not be deleted: {error}")
 
@@ -426,7 +431,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        write_full(checkpoint, path)
+        write_torch_file(checkpoint, locate(path))
 
     @override
     def load_checkpoint(

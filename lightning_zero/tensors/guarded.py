@@ -71,8 +71,7 @@ class BetweenStepsError(RuntimeError):
 class ParameterHolder(Protocol):
     """Object that has the values of a parameter, usually the access to a bucket.
 
-    Other holders: a part of a module that is being built, and the placeholder for a dropped
-    parameter.
+    The other holder is the placeholder for a dropped parameter.
     """
 
     @property

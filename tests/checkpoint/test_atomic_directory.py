@@ -12,11 +12,12 @@ import pytest
 from lightning_zero.checkpoint.atomic import (
     StagedDirectory,
     atomic_write,
+    find_listed_damage,
     recover,
     remove,
     temporary_path,
+    write_checksums,
 )
-from lightning_zero.checkpoint.checksums import find_damage, write_checksums
 from lightning_zero.tiers.disk import machine
 
 
@@ -202,7 +203,7 @@ def test_every_kind_of_damage_is_named(tmp_path):
     for name in names:
         (tmp_path / name).write_bytes(os.urandom(100))
     write_checksums(tmp_path, names)
-    assert find_damage(tmp_path) == []
+    assert find_listed_damage(tmp_path) == []
     (tmp_path / "changed").write_bytes(os.urandom(100))
     os.truncate(tmp_path / "truncated", 50)
     (tmp_path / "gone").unlink()
@@ -211,11 +212,11 @@ def test_every_kind_of_damage_is_named(tmp_path):
         "gone is missing",
         "truncated (50 bytes) differs from its checksum in SHA256SUMS",
     ]
-    assert find_damage(tmp_path) == damage
-    shares = [find_damage(tmp_path, rank=rank, world_size=3) for rank in range(3)]
+    assert find_listed_damage(tmp_path) == damage
+    shares = [find_listed_damage(tmp_path, rank=rank, world_size=3) for rank in range(3)]
     assert sorted(line for share in shares for line in share) == damage
     (tmp_path / "SHA256SUMS").write_text("nonsense\n")
-    assert find_damage(tmp_path) == ["line 1 of SHA256SUMS is not a checksum"]
+    assert find_listed_damage(tmp_path) == ["line 1 of SHA256SUMS is not a checksum"]
 
 
 def test_removing_takes_files_links_and_directories(tmp_path):

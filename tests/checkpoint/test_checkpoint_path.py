@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import local_path
 from lightning_zero.checkpoint.source import find_damage
+from lightning_zero.checkpoint.storage import local_path
 
 
 def test_every_spelling_of_a_path_is_the_same_path(tmp_path, monkeypatch):

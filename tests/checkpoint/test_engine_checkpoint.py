@@ -176,8 +176,12 @@ def test_a_failed_save_raises_on_every_rank():
 
 def _save_without_memory(rank, world_size, stage, what):
     module, optimizer = build()
+    if what == "main parameters":  # of 4 bytes, beside 2 for the parameter; SGD has no states
+        module.bfloat16()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine = engine_for(module, [optimizer], stage)
-    _train(engine, module, optimizer, rank, range(1))
+    if what != "main parameters":
+        _train(engine, module, optimizer, rank, range(1))
     num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
     states._MIN_CHECKED_BYTES = 1
     free_bytes = num_bytes - 1 if what == "parameters" else num_bytes
@@ -192,7 +196,7 @@ def _save_without_memory(rank, world_size, stage, what):
     engine.close()
 
 
-@pytest.mark.parametrize("what", ["parameters", "optimizer states"])
+@pytest.mark.parametrize("what", ["parameters", "optimizer states", "main parameters"])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_full_checkpoint_that_does_not_fit_into_memory_is_an_error_on_all_ranks(stage, what):
     run_ranks(2, _save_without_memory, stage, what)

@@ -19,8 +19,8 @@ import lightning_zero
 from lightning_zero import Engine, ZeroConfig, open_checkpoint
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
-from lightning_zero.checkpoint.remote import RemotePath
 from lightning_zero.checkpoint.source import find_damage
+from lightning_zero.checkpoint.storage import RemotePath
 from lightning_zero.checkpoint.torch_file import write_torch_file
 from lightning_zero.cli import main
 from lightning_zero.comm.control import Channel

@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.checksums import find_damage
+from lightning_zero.checkpoint.atomic import find_listed_damage
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.strategy import saving
 from tests.support.fitting import arrays, make_trainer, run_once, settings
@@ -143,7 +143,7 @@ class FillingDisk(Callback):
             assert names == {"a.ckpt"}, names
             expected = 1 if batch_idx in (1, 2) else batch_idx + 1
             assert open_checkpoint(self.folder / "a.ckpt")["global_step"] == expected
-            assert find_damage(self.folder / "a.ckpt") == []
+            assert find_listed_damage(self.folder / "a.ckpt") == []
 
 
 @pytest.mark.default_cases("True")
@@ -164,7 +164,7 @@ def test_a_full_disk_is_an_error_that_harms_nothing(is_async, small_disk):
             np.testing.assert_array_equal(state[name], value, err_msg=name)
     assert os.listdir(small_disk) == ["a.ckpt"]
     assert open_checkpoint(small_disk / "a.ckpt")["global_step"] == 4
-    assert find_damage(small_disk / "a.ckpt") == []
+    assert find_listed_damage(small_disk / "a.ckpt") == []
 
 
 def test_a_full_disk_is_named_although_another_rank_is_interrupted(small_disk):
@@ -240,7 +240,7 @@ def test_after_a_kill_at_any_moment_the_newest_complete_checkpoint_loads(num_kil
         )
         assert newest >= reported
         for path in folder.glob("*.ckpt"):
-            assert find_damage(path) == []
+            assert find_listed_damage(path) == []
         steps = run_ranks(2, _load_all, str(folder), has_group=False)
         assert steps[0] == steps[1]
 
@@ -451,7 +451,7 @@ def test_a_save_in_flight_ends_although_training_fails(tmp_path):
     assert open_checkpoint(tmp_path / "a.ckpt")["global_step"] == 1
     assert open_checkpoint(tmp_path / "failed" / "on_exception.ckpt")["global_step"] == 2
     for path in (tmp_path / "a.ckpt", tmp_path / "failed" / "on_exception.ckpt"):
-        assert find_damage(path) == []
+        assert find_listed_damage(path) == []
 
 
 class Failing(MLPModule):

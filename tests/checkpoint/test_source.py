@@ -2,25 +2,18 @@
 
 import json
 import pickle
-import re
 from argparse import Namespace
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_zero.checkpoint import open_checkpoint
+from tests.support.storage import anonymous_bytes
 
 STATE = OrderedDict(weight=torch.arange(6.0).view(2, 3), bias=torch.ones(2, dtype=torch.bfloat16))
-
-
-def anonymous_bytes():
-    """Anonymous memory of this process, in bytes."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"Anonymous:\s+(\d+)", text).group(1)) * 1024
 
 
 def assert_state(opened):
@@ -66,6 +59,42 @@ def test_one_safetensors_file(tmp_path):
     opened = open_checkpoint(tmp_path / "a.safetensors")
     assert torch.equal(opened["state_dict"]["weight"], STATE["weight"])
     assert opened["state_dict"]["bias"].dtype == torch.bfloat16
+
+
+def test_safetensors_of_every_dtype_are_read_as_the_library_reads_them(tmp_path):
+    names = (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz "
+        "float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 complex64 int64 int32 int16 int8 uint64 "
+        "uint32 uint16 uint8"
+    )
+    dtypes = [getattr(torch, name) for name in names.split()]
+    data = torch.arange(96, dtype=torch.uint8).view(2, 48)
+    path = tmp_path / "a.safetensors"
+    save_file({str(dtype): data.clone().view(dtype) for dtype in dtypes}, path)
+    opened, expected = open_checkpoint(path)["state_dict"], load_file(path)
+    assert opened.keys() == expected.keys()
+    for name, value in expected.items():
+        assert opened[name].dtype == value.dtype
+        assert opened[name].shape == value.shape
+        assert torch.equal(opened[name].view(torch.uint8), value.view(torch.uint8))
+
+
+def test_a_dtype_of_safetensors_that_is_not_known_is_named(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(4)}, path)
+    path.write_bytes(path.read_bytes().replace(b"F32", b"Q99"))
+    with pytest.raises(ValueError, match="dtype Q99, which is not known here"):
+        open_checkpoint(path)
+
+
+def test_gaps_and_overlaps_of_safetensors_are_damage(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, path)
+    data = path.read_bytes()
+    for lie in (b"[12,28]", b"[0,16] ", b"[-9,7] ", b"[0.,16]"):
+        path.write_bytes(data.replace(b"[16,32]", lie))
+        with pytest.raises(ValueError, match="is truncated or damaged"):
+            open_checkpoint(path)
 
 
 def write_indexed(folder, suffix=".safetensors"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import resource
 from pathlib import Path
@@ -18,13 +17,12 @@ from lightning_zero import Engine, OffloadConfig, ZeroConfig, load_from_checkpoi
 from lightning_zero.comm.communicator import Communicator
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer, settings
-from tests.support.models import MLPModule, Recorder
+from tests.support.models import MLPModule, Recorder, SquareBlocks
 from tests.support.ranks import run_ranks
-from tests.support.storage import live_storage_bytes
+from tests.support.storage import live_storage_bytes, return_freed_memory
 
 CPU = torch.device("cpu")
 STAGES = [1, 2, 3]
-_M_MMAP_THRESHOLD = -3  # <malloc.h>
 
 
 class Scale(nn.Module):
@@ -300,20 +298,7 @@ def test_one_unit_is_unsharded_at_a_time_beside_the_root():
         assert peak < 0.75 * 4 * total
 
 
-WIDTH, NUM_BLOCKS = 1024, 72  # 288 MiB of parameters
-
-
-class Blocks(nn.Module):
-    """Square layers, one unit each."""
-
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
+NUM_BLOCKS = 72  # 288 MiB of parameters
 
 
 def _step_on_nvme(module):
@@ -329,7 +314,7 @@ def _step_on_nvme(module):
     losses = []
     for _ in range(2):
         engine.zero_grad()
-        loss = module(torch.ones(1, WIDTH)).square().mean()
+        loss = module(torch.ones(1, SquareBlocks.WIDTH)).square().mean()
         losses.append(loss.item())
         engine.backward(loss)
         engine.step()
@@ -344,23 +329,22 @@ def _data_bytes():
 
 def _train_bounded(rank, world_size, bound):
     Path("swap").mkdir(exist_ok=True)
-    # glibc keeps freed blocks of up to 32 MiB for itself unless this threshold is set.
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20) == 1
-    small, _ = _step_on_nvme(Blocks(2))
+    return_freed_memory()
+    small, _ = _step_on_nvme(SquareBlocks(2))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     # The stacks of the engine's threads are not part of the bound.
     resource.setrlimit(resource.RLIMIT_DATA, (_data_bytes() + bound, hard))
     small.close()
     with pytest.raises(RuntimeError, match="memory"):
-        Blocks(NUM_BLOCKS)
-    engine, losses = _step_on_nvme(on_meta(lambda: Blocks(NUM_BLOCKS)))
+        SquareBlocks(NUM_BLOCKS)
+    engine, losses = _step_on_nvme(on_meta(lambda: SquareBlocks(NUM_BLOCKS)))
     engine.storage.close()  # `Engine.close` would bring all values into memory
     return losses
 
 
 @pytest.mark.slow
 def test_a_model_of_three_times_the_memory_of_a_rank_builds_from_meta_and_trains():
-    bound = 4 * NUM_BLOCKS * WIDTH**2 // 3
+    bound = 4 * NUM_BLOCKS * SquareBlocks.WIDTH**2 // 3
     for first, second in run_ranks(2, _train_bounded, bound, timeout_s=120):
         assert second < first
 

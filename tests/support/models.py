@@ -35,6 +35,7 @@ __all__ = [
     "OddModule",
     "OutsideModule",
     "Recorder",
+    "SquareBlocks",
     "TiedModule",
     "TorchLayersModule",
     "UnusedModule",
@@ -435,6 +436,22 @@ class OddModule(Recorder):
         features = self.conv(image).flatten(1)[:, :8]
         x = (x @ self.transposed * self.scalar + self.single + self.empty.sum()).tanh()
         return F.mse_loss(self.last(torch.cat([x, features], 1)) + self.codes, y)
+
+
+class SquareBlocks(nn.Module):
+    """Square layers without biases, 4 MiB each, made one at a time; each may be a unit."""
+
+    WIDTH = 1024
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        layers = (nn.Linear(self.WIDTH, self.WIDTH, bias=False) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
 
 
 class L2Module(MLPModule):

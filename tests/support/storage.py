@@ -1,16 +1,36 @@
-"""How much memory the live tensors of this process hold, found by walking them."""
+"""How much memory the live tensors of this process hold, and how much the process has."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["live_storage_bytes", "live_storages"]
+__all__ = ["anonymous_bytes", "live_storage_bytes", "live_storages", "return_freed_memory"]
+
+_M_MMAP_THRESHOLD = -3  # <malloc.h>
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file backs: the kernel's own count, by page."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Anonymous:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no Anonymous in smaps_rollup; Linux is needed")
+
+
+def return_freed_memory() -> None:
+    """Makes glibc return freed blocks of 1 MiB or more, for good; it keeps up to 32 MiB of them.
+
+    So does MALLOC_MMAP_THRESHOLD_=1048576 in the environment.
+    """
+    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20) == 1
 
 
 def live_storage_bytes(device_type: str | None = None) -> int:

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.layout.stage import State
-from tests.support.storage import live_storage_bytes
+from tests.support.models import SquareBlocks
+from tests.support.storage import anonymous_bytes, live_storage_bytes, return_freed_memory
 from tests.support.warm import run_ranks
 
-WIDTH = 1024
-BLOCK_NUMEL = WIDTH * WIDTH
+BLOCK_NUMEL = SquareBlocks.WIDTH**2
 BUFFERS = {"buffer_count": 3, "buffer_size": 2**18}
 POOL_BYTES = 3 * 4 * 2**18
-_M_MMAP_THRESHOLD = -3  # <malloc.h>
 
 
 def nvme(**options):
     return OffloadConfig("nvme", nvme_path="swap", **BUFFERS, **options)
 
 
-class Net(nn.Module):
-    """`num_blocks` square layers, made one at a time."""
-
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
-
-
-def anonymous_bytes():
-    """Memory of this process that no file backs: the kernel's own count, by page."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Anonymous:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no Anonymous in smaps_rollup; Linux is needed")
-
-
 def step(net, engine):
-    loss = net(torch.ones(2, WIDTH)).square().mean()
+    loss = net(torch.ones(2, SquareBlocks.WIDTH)).square().mean()
     engine.backward(loss)
     engine.clip_grad_norm_(1.0)
     engine.step()
@@ -72,7 +48,7 @@ def _walk(rank, world_size, stage, offload):
     Path("swap").mkdir(exist_ok=True)
     gc.collect()
     before = live_storage_bytes()
-    net = Net(4)
+    net = SquareBlocks(4)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     engine = Engine(net, [optimizer], ZeroConfig(stage=stage, reduce_bucket_size=1, **offload))
     for _ in range(2):
@@ -112,16 +88,16 @@ def test_the_report_by_tier_is_what_memory_and_files_hold(name, world_size):
 
 def _train_large(rank, world_size, num_blocks):
     Path("swap").mkdir(exist_ok=True)
-    # glibc keeps freed blocks of up to 32 MiB for itself unless its trim threshold is set, here
-    # or by MALLOC_MMAP_THRESHOLD_=1048576 in the environment.
-    assert ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 2**20) == 1
-    warm = Engine(net := Net(1), [torch.optim.AdamW(net.parameters())], ZeroConfig(stage=3))
+    return_freed_memory()
+    warm = Engine(
+        net := SquareBlocks(1), [torch.optim.AdamW(net.parameters())], ZeroConfig(stage=3)
+    )
     step(net, warm)  # pages of code, threads and arenas
     warm.close()
     del net, warm
     gc.collect()
     before = anonymous_bytes()
-    net = Net(num_blocks)
+    net = SquareBlocks(num_blocks)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     config = ZeroConfig(stage=3, offload_optimizer=nvme(max_in_cpu_bytes=0), offload_param=nvme())
     engine = Engine(net, [optimizer], config)
