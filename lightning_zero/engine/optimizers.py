@@ -63,9 +63,10 @@ def as_optimizers(given: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
         # A wrapper may not call torch's constructor, which makes both.
         if not (hasattr(optimizer, "param_groups") and hasattr(optimizer, _HOOKS)):
             raise TypeError(
-                f"{type(optimizer).__name__} has no param_groups, or no hooks of torch's constructor, "
-                "so it cannot step shards of parameters; if it wraps another optimizer, pass that "
-                "one, else call super().__init__(params, defaults) in its constructor."
+                f"{type(optimizer).__name__} has no param_groups, or no hooks of torch's "
+                "constructor, so it cannot step shards of parameters; if it wraps another "
+                "optimizer, pass that one, else call super().__init__(params, defaults) in its "
+                "constructor."
             )
         check_own_methods(optimizer)
     return optimizers
