@@ -34,9 +34,9 @@ from lightning_zero.checkpoint.storage import (
     CheckpointPath,
     as_local,
     check_shared,
+    complete_renames,
     locate,
     read_consistently,
-    recover,
 )
 from lightning_zero.checkpoint.torch_file import is_torch_file, open_torch_file
 from lightning_zero.deepspeed.checkpoint import files_with_checksums as deepspeed_files
@@ -286,7 +286,7 @@ def _open_on_all_ranks(
         check_shared(path, world_size)
     with failing_together(f"recover {path}", gather=gather_for(f"rank 0 to recover {path}")):
         if rank == 0:
-            recover(locate(path))
+            complete_renames(locate(path))
     raise_damage_on_any_rank(path, rank, world_size, gather_for(f"all ranks to verify {path}"))
     with failing_together(f"open {path}", gather=gather_for(f"all ranks to open {path}")):
         return open_here(path)

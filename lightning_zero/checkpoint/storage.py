@@ -67,7 +67,7 @@ __all__ = [
     "open_checked",
     "open_ranges",
     "read_consistently",
-    "recover",
+    "complete_renames",
     "remove",
     "replaced_while_read_error",
     "stage",
@@ -481,7 +481,7 @@ def read_consistently(target: CheckpointPath, read: Callable[[], _T]) -> _T:
         OSError: `target` is replaced again and again.
     """
     for _ in range(_NUM_TRIES):
-        recover(target)
+        complete_renames(target)
         before = identity(target)
         try:
             result = read()
@@ -546,7 +546,7 @@ def stage(target: CheckpointPath, index: Sequence[str] = ()) -> Staging:
     return StagedDirectory(target)
 
 
-def recover(target: CheckpointPath) -> None:
+def complete_renames(target: CheckpointPath) -> None:
     """Restores a local `target` if a process stopped while it replaced it."""
     if isinstance(target, Path):
         atomic.recover(target)

@@ -109,6 +109,9 @@ class Backend:
     def wait_for_reductions(self) -> None:
         """Lets the compute stream wait for that work, and for the reductions before it."""
 
+    def wait_for_all(self) -> None:
+        """Lets the compute stream wait for everything that was issued."""
+
 
 def _closed_error() -> RuntimeError:
     return RuntimeError("the engine is closed; it can run no collective. Make a new Engine.")
@@ -437,6 +440,11 @@ class DeviceBackend(Backend):
     def wait_for_reductions(self) -> None:
         if self._reduce_stream is not None:
             streams.current(self._reduce_stream.device).wait_stream(self._reduce_stream)
+
+    def wait_for_all(self) -> None:
+        for stream in (self._copy_stream, self._gather_stream, self._reduce_stream):
+            if stream is not None:
+                streams.current(stream.device).wait_stream(stream)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         with self._side_stream(self._reduce_stream):

@@ -78,7 +78,7 @@ class GlooControlPlane:
         self._recorder = recorder
         self._timeout = timeout
         self._group: Any = None
-        self._is_simulated = False
+        self.is_simulated = False
         self._width = 0
         self.open()
 
@@ -86,8 +86,8 @@ class GlooControlPlane:
         """Makes the process group, if there is a default one."""
         if has_world():
             # The fake backend simulates N ranks in one process; gloo would wait for the others.
-            self._is_simulated = dist.get_backend() == "fake"
-            backend = "fake" if self._is_simulated else "gloo"
+            self.is_simulated = dist.get_backend() == "fake"
+            backend = "fake" if self.is_simulated else "gloo"
             self._group = dist.new_group(timeout=self._timeout, backend=backend)
         group = None if self._is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
@@ -101,7 +101,7 @@ class GlooControlPlane:
     @property
     def _is_alone(self) -> bool:
         """Whether no other rank sends anything: none exists, or the group has ended. Local."""
-        return self.size == 1 or self._group is None or self._is_simulated
+        return self.size == 1 or self._group is None or self.is_simulated
 
     @contextmanager
     def waiting(

@@ -569,7 +569,11 @@ class Engine:
         """
         if self._is_closed:
             return
-        self.ensure_run()
+        try:
+            self.ensure_run()
+        except PeerFailedError as error:
+            self.abandon(str(error))
+            raise
         self._is_closed = True
         self.reload_states()
         target = (device or self.device) if keep_parameters else None

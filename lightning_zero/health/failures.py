@@ -39,7 +39,7 @@ class PeerFailedError(DesynchronizedError):
 
 
 class DeadlockError(DesynchronizedError):
-    """All ranks wait for each other, in different places; the text says what each one does."""
+    """All ranks wait for each other, in different places; the text states what each does."""
 
 
 @dataclass(frozen=True)

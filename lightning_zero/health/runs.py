@@ -18,18 +18,18 @@ __all__ = ["Runs"]
 
 @dataclass
 class _Run:
-    """What the log says of one run."""
+    """What all ranks read of one run."""
 
     raised: dict[int, RankFailure] = field(default_factory=dict)  # by rank, in the log's order
     ready: set[int] = field(default_factory=set)  # ranks
     gone: int | None = None  # the first rank that does not go on, unless all were ready before
-    accepted: RankFailure | None = None  # the failure that this rank raises
+    failure: RankFailure | None = None  # that this rank raises
 
-    def accept(self, failure: RankFailure) -> None:
-        """Accepts a failure, unless there is one."""
-        self.accepted = self.accepted or failure
+    def fail(self, failure: RankFailure) -> None:
+        """Sets the failure, unless there is one."""
+        self.failure = self.failure or failure
 
-    def leave(self, rank: int, size: int) -> None:
+    def end(self, rank: int, size: int) -> None:
         """A rank does not go on; without effect if all ranks were ready before."""
         if self.gone is None and len(self.ready) < size:
             self.gone = rank
@@ -57,20 +57,20 @@ class Runs:
     @property
     def failure(self) -> RankFailure | None:
         """The failure that makes collectives impossible now; None: there is none."""
-        return self.death or self._run.accepted
+        return self.death or self._run.failure
 
     @property
     def other_failure(self) -> RankFailure | None:
-        """The first exception of another rank, which this one has not accepted; None: none."""
+        """The first exception of another rank, while this one has no failure; None: none."""
         run = self._run
         first = next(iter(run.raised.values()), None)
-        return first if run.accepted is None else None
+        return first if run.failure is None else None
 
-    def accept(self) -> bool:
-        """Accepts `other_failure`, if there is one, as the failure; returns whether there was."""
+    def fail_with_other(self) -> bool:
+        """Makes `other_failure` the failure; returns whether there is one."""
         failure = self.other_failure
         if failure is not None:
-            self._run.accept(failure)
+            self._run.fail(failure)
         return failure is not None
 
     def take(self, entry: dict[str, Any]) -> None:
@@ -80,14 +80,14 @@ class Runs:
             if run.gone is None:
                 run.ready.add(by)
         elif entry["kind"] == "gone":
-            run.leave(by, self._size)
+            run.end(by, self._size)
         elif not entry.get("is_own", True):
-            run.accept(RankFailure(None, entry["text"]))
+            run.fail(RankFailure(None, entry["text"]))
         else:
             failure = RankFailure(by, entry["text"])
             run.raised.setdefault(by, failure)
             if by == self._rank:
-                run.accept(failure)
+                run.fail(failure)
 
     def record_death(self, rank: int, text: str) -> bool:
         """Records the death of a rank; returns whether it is the first."""

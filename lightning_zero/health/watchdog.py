@@ -252,7 +252,7 @@ class Watchdog:
         until = time.monotonic() + seconds + polls_s
         with self.waits.after_failed_wait():
             while self.failure is None and self._is_running():
-                self._run_in_thread(self._accept_abort)
+                self._run_in_thread(self._fail_with_other)
                 if (lost_at := self._store_lost_at) is not None:
                     until = max(until, lost_at + _STORE_CONFIRM_S + polls_s)
                 if time.monotonic() > until:
@@ -460,9 +460,9 @@ class Watchdog:
         elif self._raised_at is None:
             self._raised_at = time.monotonic()
 
-    def _accept_abort(self) -> None:
+    def _fail_with_other(self) -> None:
         """Ends the waits of this rank because another one has raised an exception."""
-        if self.runs.accept():
+        if self.runs.fail_with_other():
             self._on_failure()
             self._append({"kind": "gone"})
 
@@ -540,7 +540,7 @@ class Watchdog:
         if self._raised_at is not None:
             waited_s = time.monotonic() - max(self._raised_at, 0.0 if wait is None else wait.since)
             if waited_s > (_BUSY_S if wait is None else _SAME_ERROR_S):
-                self._accept_abort()
+                self._fail_with_other()
         failed_at, failure = self._failed_at, self.failure  # read once: the next run clears them
         if failed_at is not None and failure is not None:
             if wait is not None and not wait.is_engine_group and wait.needs(failure.rank):

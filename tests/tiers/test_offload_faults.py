@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
+from tests.support.models import SquareBlocks
 from tests.support.ranks import RankError, run_ranks
-from tests.tiers.test_offload_memory import WIDTH, Net
 
 MIB = 2**20
 BUFFERS = {"buffer_count": 3, "buffer_size": 2**18}
@@ -45,7 +45,7 @@ def small_disk(tmp_path):
 
 def build(path, *, offload_param=None):
     torch.manual_seed(0)
-    net = Net(4)  # 16 MiB of parameters, 32 MiB of moments
+    net = SquareBlocks(4)  # 16 MiB of parameters, 32 MiB of moments
     optimizer = torch.optim.AdamW(net.parameters())
     offload = OffloadConfig("nvme", nvme_path=str(path), **BUFFERS)
     config = ZeroConfig(
@@ -56,7 +56,7 @@ def build(path, *, offload_param=None):
 
 def train_step(net, engine):
     engine.zero_grad()
-    loss = net(torch.ones(2, WIDTH)).square().mean()
+    loss = net(torch.ones(2, SquareBlocks.WIDTH)).square().mean()
     engine.backward(loss)
     engine.step()
     return loss.item()
