@@ -125,6 +125,13 @@ def _check(
     check_memory(module)
     warned = alias_texts(module)
     device = _find_device(module, device)
+    if opts and not isinstance(config.assume_elementwise, bool):
+        classes = sorted({type(optimizer).__name__ for optimizer in opts})
+        if unknown := sorted({*config.assume_elementwise} - {*classes}):
+            warned.append(
+                f"assume_elementwise names {', '.join(unknown)}, but the optimizers are of "
+                f"{', '.join(classes)}; that has no effect."
+            )
     warned += queue_warnings(device) if config.separates_gathers else []
     warned += set_step_threads(device) if config.offload_optimizer is not None else []
     check_can_materialize(module)

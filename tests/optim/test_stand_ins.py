@@ -351,3 +351,10 @@ def test_an_optimizer_without_torchs_constructor_is_refused():
     optimizer = NotConstructed(torch.optim.SGD(Net().parameters(), lr=0.1))
     with pytest.raises(TypeError, match=r"NotConstructed has no .*wraps another.*pass that one"):
         Engine(Net(), [optimizer])
+
+
+def test_a_name_in_assume_elementwise_that_is_no_optimizers_class_is_a_warning():
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"names Lion, but the optimizers are of SGD"):
+        Engine(net, [optimizer], ZeroConfig(assume_elementwise=["Lion"])).close()
