@@ -18,7 +18,7 @@ Begin with `communicator`. If a rank raises an exception, the other ranks raise 
                                         the work has a name, an error whose text names rank and
                                         error. By `health.together.run_on_all_ranks`
     anywhere else                       a `PeerFailedError` where they wait for it: its
-                                        `Watchdog.abort` ends their waits within two seconds
+                                        `Watchdog.abort` ends their waits within seconds
 
 An exception that leaves a forward, a backward or a step ends the *run* of the engine
 (`StepCoordinator.end_run`), on this rank alone and without a collective. Under a Trainer every

@@ -261,11 +261,15 @@ class StepCoordinator:
         """Context of one step of the training loop. An exception ends the run."""
         self.ensure_run()
         self._state_offload.check(State.PARAM)
+        depth = self._depth
         try:
             self.open(is_step=True)
             yield
         except BaseException as error:
-            self.end_run(error)
+            if not depth:
+                self.end_run(error)
+            elif self._depth > depth:
+                self.close()  # it has not left the step yet
             raise
         self.close()
 
@@ -491,6 +495,12 @@ class StepCoordinator:
     def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
         """Sets the function that returns this rank's stop request; see `CollectiveOrder`. Local."""
         self._stop_request = stop_request
+
+    def dropped_gradients(self) -> list[str]:
+        """On rank 0, a warning if the next run drops gradients of earlier backwards. Local."""
+        if self._comm.rank or not self._reducer.has_unstepped_gradients:
+            return []
+        return ["the gradients of this step so far were dropped; begin it anew"]
 
     @property
     def order(self) -> CollectiveOrder:

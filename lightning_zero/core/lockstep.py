@@ -121,9 +121,9 @@ class Lockstep:
             self._update_order()
 
     def begin_run(self) -> None:
-        """Begins a run outside of all loops. Local."""
+        """Begins a run outside of loops; `uneven_calls` around it stays. Local."""
         self.is_in_loop = False
-        self._depth = 0
+        self._update_order()
 
     def before_write(self) -> None:
         """Closes an open pass before this rank writes to its shard of a parameter.

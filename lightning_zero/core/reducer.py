@@ -88,6 +88,14 @@ class Reducer:
         """Whether the backward ends in reductions."""
         return self.ends_step or self._reduces_every_backward
 
+    @property
+    def has_unstepped_gradients(self) -> bool:
+        """Whether a backward that has ended left gradients, which no optimizer has stepped."""
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = [p for bucket in self._buckets for p in bucket.parameters]
+            is_any_left = any(p.grad is not None for p in parameters)
+        return self._has_left_any and not self.has_stepped and is_any_left
+
     def trainable(self) -> Trainable:
         """`requires_grad` of every parameter, in layout order."""
         with torch._C.DisableTorchFunctionSubclass():  # guarded parameters would be slow

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_zero.health.failures import DesynchronizedError
 from lightning_zero.record import streams
 from lightning_zero.record.recorder import Recorder
 from lightning_zero.record.spans import Kind
@@ -159,5 +160,7 @@ class OverlappedStep:
         with self._recorder.span(Kind.STEP, self._name, is_wait=True):
             error = self._wait()  # after an interrupt, the next call waits for the step
             self._wait, self.is_running = None, False
+        if isinstance(error, DesynchronizedError):
+            raise error
         if error is not None:
             raise RuntimeError(f"the optimizer step of {self._name} failed: {error}") from error

@@ -138,8 +138,7 @@ class Engine:
             watchdog=watchdog,
             before_collective=self._before_collective,
         )
-        self._is_ready = False  # `coordinator` and `lockstep` exist
-        self._is_closed = False
+        self._is_closed = self._is_ready = False  # ready: `coordinator` and `lockstep` exist
         self._lost_by: str | None = None  # why no further run is possible
         self._timeout = timeout
         self.average_buckets: list[Bucket] = []
@@ -496,9 +495,8 @@ class Engine:
     def ensure_run(self) -> None:
         """Begins another run if an exception has ended the last, as every use does. Collective.
 
-        Raises:
-            PeerFailedError: A rank has raised no exception of its own, or has not come within a
-                minute, or the timeout. The engine cannot be used any more.
+        Raises a PeerFailedError if a rank has raised no exception of its own, or does not come
+        within a minute, or the timeout. The engine cannot be used any more then.
         """
         self.coordinator.ensure_run()
 
@@ -512,18 +510,23 @@ class Engine:
                 self._lost_by = self.comm.control.watchdog.runs.why_none_follows()
         if self._lost_by is not None:
             raise PeerFailedError(
-                f"{self._lost_by}; the shards of other ranks are gone: load a checkpoint into a "
-                "new module."
+                f"{self._lost_by}; the ranks cannot continue: load a checkpoint into a new module."
             )
-        self.lockstep.begin_run()
-        self.coordinator.begin_run()
+        dropped = self.coordinator.dropped_gradients()
         buckets = (*self.buckets, *self.average_buckets)
-        failures = [bucket.begin_run() for bucket in buckets]
-        for bucket in buckets:
-            bucket.publish()
-        failure = next((failure for failure in failures if failure is not None), None)
-        if failure is not None:
-            warnings.warn(f"after an exception: {failure}", stacklevel=2)
+        try:
+            self.coordinator.begin_run()
+            self.lockstep.begin_run()
+            failures = [str(f) for bucket in buckets if (f := bucket.begin_run()) is not None]
+            for bucket in buckets:
+                bucket.publish()
+            for bucket in buckets:
+                bucket.wait_for_update()
+        except BaseException as error:
+            self.end_run(error)
+            raise
+        for text in [*failures, *dropped][:1]:
+            warnings.warn(f"after an exception: {text}", stacklevel=2)
 
     def abandon(self, reason: str) -> None:
         """As `lose`, and frees hooks and groups. The Trainer's strategy calls it. Local."""
@@ -574,11 +577,11 @@ class Engine:
         except PeerFailedError as error:
             self.abandon(str(error))
             raise
-        self._is_closed = True
         self.reload_states()
         target = (device or self.device) if keep_parameters else None
         if self.comm.control.is_open:
             self.lockstep.barrier("the end of the engine")
+        self._is_closed = True
         self.worker.drain()
         failure: Exception | None = self.optimizers.find_failure()
         if self.config.overlap_step and self.comm.control.union([failure is not None])[0]:
@@ -591,8 +594,8 @@ class Engine:
         self._end_checkpointing()
         self._hooks.detach()
         # All ranks are here, so that none follows a schedule any more.
-        failures = [bucket.try_to_reshard() for bucket in self.buckets]
-        failure = next((found for found in failures if found is not None), failure)
+        errors = [error for b in self.buckets if (error := b.try_to_reshard()) is not None]
+        failure = next(iter(errors), failure)
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)

@@ -116,6 +116,6 @@ class Runs:
         if failure.rank != self._rank or gone in (None, self._rank):
             return failure.explain_to(self._rank)
         return (
-            f"{failure.text}, but rank {gone} raised no error of its own, and ranks go on after an "
-            "exception only together"
+            f"{failure.text}, but rank {gone} did not raise an error of its own in a step, and "
+            "ranks go on after an exception only together"
         )

@@ -273,8 +273,8 @@ class CheckpointStrategy(EngineStrategy):
             checkpoint[METADATA_KEY] = {"auto": chosen}
         if not self._can_communicate():
             rank_zero_warn(
-                f"{filepath} was not saved: not every rank was there after the exception, so that "
-                "shards are missing."
+                f"{filepath} was not saved: the ranks could not continue together after the "
+                "exception, so that shards are missing."
             )
             return
         filepath = self.broadcast(filepath)  # ranks may format different metrics into file names

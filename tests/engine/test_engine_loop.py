@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import lightning_zero
 from lightning_zero import Engine, ZeroConfig
 from tests.support import ranks
 from tests.support.fitting import arrays
@@ -452,6 +453,47 @@ def _go_on_after_an_interrupted_step(rank, world_size, stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_step_that_ends_before_the_optimizer_is_called_changes_nothing(stage):
     run_ranks(2, _go_on_after_an_interrupted_step, stage)
+
+
+def _go_on_inside(rank, world_size, stage):
+    module, optimizer = build()
+    unlucky = Unlucky()
+    module.gpt.blocks[1].register_forward_hook(lambda block, args, output: unlucky(output))
+    engine = engine_for(module, [optimizer], stage)
+
+    def fails(call):
+        unlucky.place = "forward"
+        with pytest.raises(torch.OutOfMemoryError, match="out of luck"):
+            call()
+        unlucky.place = None
+
+    loss = module(batch(rank, 0))
+    fails(lambda: module(batch(rank, 50)))
+    engine.backward(loss)  # the graph of a forward before the exception
+    with engine.no_sync():
+        fails(lambda: engine.backward(module(batch(rank, 50))))
+    dropped = pytest.warns(UserWarning, match="the gradients of this step so far were dropped")
+    with dropped if rank == 0 else contextlib.nullcontext():
+        module(batch(rank, 50))
+    losses = []
+    for step in range(3):
+        if step == 1:
+            with lightning_zero.uneven_calls(module):
+                fails(lambda: module(batch(rank, 50)))
+                for _ in range(rank):
+                    module(batch(rank, 0))
+        loss = module(batch(rank, step))
+        engine.backward(loss)
+        losses.append(loss.item())
+        engine.step()
+        engine.zero_grad()
+    engine.close()
+    return losses, [], arrays(module.state_dict())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_an_exception_earlier_graphs_and_contexts_go_on_and_dropped_gradients_warn(stage):
+    assert_same(run_ranks(2, _go_on_inside, stage), reference(2))
 
 
 def _without_group(rank, world_size):
