@@ -495,8 +495,7 @@ class Engine:
     def ensure_run(self) -> None:
         """Begins another run if an exception has ended the last, as every use does. Collective.
 
-        Raises a PeerFailedError if a rank has raised no exception of its own, or does not come
-        within a minute, or the timeout. The engine cannot be used any more then.
+        Raises a PeerFailedError if a rank raised none of its own, or does not come in a minute.
         """
         self.coordinator.ensure_run()
 
@@ -593,9 +592,8 @@ class Engine:
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
-        # All ranks are here, so that none follows a schedule any more.
-        errors = [error for b in self.buckets if (error := b.try_to_reshard()) is not None]
-        failure = next(iter(errors), failure)
+        for bucket in reversed(self.buckets):
+            failure = bucket.try_to_reshard() or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
