@@ -318,7 +318,8 @@ class OptimizerClone:
                 part.parameter.__dict__.update(stand_in.__dict__)
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
-            copy.state.pop(stand_in, None)
-        for group in copy.param_groups:
-            group["params"] = []  # the memory of the slices is freed before others are loaded
+        if not self.is_joint:  # the memory of the slices is freed before others are loaded
+            copy.state.clear()
+            for group in copy.param_groups:
+                group["params"] = []
         self._stepped = copy, all_settings, given
