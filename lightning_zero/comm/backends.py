@@ -110,7 +110,7 @@ class Backend:
         """Lets the compute stream wait for that work, and for the reductions before it."""
 
     def wait_for_all(self) -> None:
-        """Lets the compute stream wait for everything that was issued."""
+        """Lets the compute stream wait for all issued copies and collectives."""
 
 
 def _closed_error() -> RuntimeError:

@@ -334,7 +334,7 @@ class Communicator:
     def open_channel(self) -> Channel:
         """Returns a new channel, for messages of a background thread.
 
-        `abort` and `close` close it.
+        `close` closes it, and so does a death.
         """
         group = None
         if self.control.is_open and self.size > 1:
