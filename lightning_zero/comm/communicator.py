@@ -40,7 +40,6 @@ from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import (
     disconnect_groups,
     has_world,
-    next_watchdog_name,
     world_size,
 )
 from lightning_zero.layout.mesh import Mesh
@@ -116,13 +115,12 @@ class Communicator:
         self._is_disconnected = False  # no collective is possible
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
-        # Named here, before one rank alone can fail: the name counts the watchdogs of each rank.
-        name = next_watchdog_name(self.rank) if self._owns_watchdog else ""
-        self._open_group()
         if watchdog is None:
-            watchdog = Watchdog(name, rank=self.rank, size=self.size)
+            watchdog = Watchdog(rank=self.rank, size=self.size)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
+        self._watchdog = watchdog
+        self._open_group()
         self.control = GlooControlPlane(
             self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
         )
@@ -146,7 +144,8 @@ class Communicator:
         """Makes the group of all ranks. Collective."""
         if has_world():
             allow_connections(self.size)
-            self._group = dist.new_group(timeout=self._timeout)
+            make = partial(dist.new_group, timeout=self._timeout)
+            self._group = self._watchdog.run("a process group", make)
             self._groups = [self._group]
 
     def _open_axes(self) -> None:
@@ -154,12 +153,13 @@ class Communicator:
         mesh, shard = self.mesh, self._group
         gather = replica = None
         if self._group is not None:
+            split = partial(split_world, self._watchdog, timeout=self._timeout, parent=self._group)
             if mesh.num_replicas > 1:
-                shard = split_world(mesh.shard_groups(), self._timeout, self._group)
+                shard = split(mesh.shard_groups())
             if self._separates_gathers and backend_for(self.device) != "gloo":
-                gather = split_world(mesh.shard_groups(), self._timeout, self._group)
+                gather = split(mesh.shard_groups())
             if mesh.num_replicas > 1:
-                replica = split_world(mesh.replica_groups(), self._timeout, self._group)
+                replica = split(mesh.replica_groups())
                 self._replicas = self._make_backend(replica, mesh.replica_rank, mesh.num_replicas)
             made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
             self._groups = [*made, self._group]
@@ -280,8 +280,8 @@ class Communicator:
         self, kind: Kind, name: str, nbytes: int, issue: Callable[..., Pending], *args: Any
     ) -> Pending:
         """Issues a collective; a failure of another rank is raised where this rank waits."""
-        what, watchdog = f"the {kind.value} of {name}", self.control.watchdog
-        number = watchdog.waits.count_issued()
+        what, watchdog = f"the {kind.value} of {name}", self._watchdog
+        number = watchdog.count_issued()
         waiting = partial(watchdog.waiting, what, is_data_transfer=True, number=number)
         with waiting():
             pending = self.recorder.watch(kind, name, nbytes, issue, *args)
@@ -338,7 +338,8 @@ class Communicator:
         """
         group = None
         if self.control.is_open and self.size > 1:
-            group = dist.new_group(timeout=self._timeout, backend="gloo")
+            make = partial(dist.new_group, timeout=self._timeout, backend="gloo")
+            group = self._watchdog.run("a process group", make)
         channel = Channel(self.rank, self.size, group)
         self._channels = [other for other in self._channels if other.is_open]
         self._channels.append(channel)
@@ -361,7 +362,7 @@ class Communicator:
         Does not wait for the other ranks.
         """
         if self.control.is_open and self.size > 1:
-            self.control.watchdog.abort(error)
+            self._watchdog.abort(error)
 
     def begin_run(self, deadline: timedelta) -> bool:
         """Makes new process groups after `abort`, once every rank calls this.
@@ -372,7 +373,7 @@ class Communicator:
         if self.size == 1 or self.control.is_simulated:
             self._backend.wait_for_all()
             return True
-        if not self.control.is_open or not self.control.watchdog.begin_run(deadline):
+        if not self.control.is_open or not self._watchdog.begin_run(deadline):
             return False
         self._disconnect()  # data in flight arrives no more
         self._backend.wait_for_all()
@@ -382,14 +383,14 @@ class Communicator:
         self.control.open()
         self._open_axes()
         self._is_disconnected = False
-        self.control.watchdog.add_failure_callback(self._disconnect)
+        self._watchdog.add_failure_callback(self._disconnect)
         return True
 
     def _disconnect(self) -> None:
         """Unblocks all waiters of this rank. From any thread."""
         self._is_disconnected = True
         actions = [self.control.disconnect]
-        if self.control.watchdog.is_unrecoverable:  # else a session in progress may finish
+        if self._watchdog.is_unrecoverable:  # else a session in progress may finish
             actions += [channel.disconnect for channel in self._channels]
         actions.append(partial(disconnect_groups, self._groups))
         for action in actions:
@@ -415,11 +416,11 @@ class Communicator:
         """Destroys the engine's groups. Not collective: ranks may close at different times."""
         self._close_groups()
         if self._owns_watchdog:
-            self.control.watchdog.finish()
-            self.control.watchdog.stop()
+            self._watchdog.finish()
+            self._watchdog.stop()
 
     def _close_groups(self) -> None:
-        self.control.watchdog.remove_failure_callback(self._disconnect)
+        self._watchdog.remove_failure_callback(self._disconnect)
         self._close_data()
         self.control.close()
 

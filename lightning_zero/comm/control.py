@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,7 +89,8 @@ class GlooControlPlane:
             # The fake backend simulates N ranks in one process; gloo would wait for the others.
             self.is_simulated = dist.get_backend() == "fake"
             backend = "fake" if self.is_simulated else "gloo"
-            self._group = dist.new_group(timeout=self._timeout, backend=backend)
+            make = partial(dist.new_group, timeout=self._timeout, backend=backend)
+            self._group = self.watchdog.run("a process group", make)
         group = None if self._is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
         self._rounds.reserve(self._width)

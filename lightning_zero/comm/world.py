@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import has_world, is_nccl
 
 __all__ = ["broadcast_object", "close_group", "gather_objects", "split_world", "wait_for_world"]
@@ -28,7 +30,12 @@ def wait_for_world(device: torch.device) -> None:
         dist.barrier(device_ids=[device.index] if on_nccl else None)
 
 
-def split_world(groups: list[list[int]], timeout: timedelta | None, parent: Any = None) -> Any:
+def split_world(
+    watchdog: Watchdog,
+    groups: list[list[int]],
+    timeout: timedelta | None,
+    parent: Any = None,
+) -> Any:
     """Returns this rank's new group of `groups`, each rank being in one of them. Collective.
 
     NCCL splits `parent`, a group of all ranks, once; None: WORLD. The other backends make the
@@ -39,8 +46,11 @@ def split_world(groups: list[list[int]], timeout: timedelta | None, parent: Any 
     device = world.bound_device_id  # None: torch refuses to split
     can_split = device is not None and world._get_backend(device).supports_splitting
     if can_split and is_nccl(dist.get_backend()):
-        return dist.split_group(world if parent is None else parent, groups, timeout=timeout)
-    own, _ = dist.new_subgroups_by_enumeration(groups, timeout=timeout)
+        parent = world if parent is None else parent
+        make = partial(dist.split_group, parent, groups, timeout=timeout)
+        return watchdog.run("a process group", make)
+    enumerate_groups = partial(dist.new_subgroups_by_enumeration, groups, timeout=timeout)
+    own, _ = watchdog.run("process groups", enumerate_groups)
     return own
 
 

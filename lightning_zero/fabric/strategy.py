@@ -88,7 +88,6 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
 
     strategy_name = "zero"
     _user = "Fabric"
-    _ends_all_waits = False
 
     def __init__(
         self,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from dataclasses import dataclass
 
 import torch.distributed as dist
-
-from lightning_zero.health.waits import is_collective_call
 
 __all__ = [
     "DESYNC_HINT",
@@ -28,6 +27,9 @@ DESYNC_HINT = (  # a line of errors about desynchronized ranks
     "rank; to run forwards without gradients on some ranks only, enter "
     "`with lightning_zero.uneven_calls(module):` on every rank."
 )
+
+
+_COLLECTIVES = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py")
 
 
 class DesynchronizedError(RuntimeError):
@@ -79,7 +81,13 @@ def is_transport_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return type(error) is RuntimeError and any(map(is_collective_call, frames))
+    paths = (frame.f_code.co_filename for frame in frames)
+    return type(error) is RuntimeError and any(map(_is_of_collectives, paths))
+
+
+def _is_of_collectives(path: str) -> bool:
+    folder, file = os.path.split(path)
+    return folder == os.path.dirname(dist.__file__) and file in _COLLECTIVES
 
 
 def summary(error: BaseException) -> str:

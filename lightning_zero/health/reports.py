@@ -1,113 +1,104 @@
-"""Status of every rank, collected and reported to all when one of them has waited long."""
+"""Long waits: rank 0 collects the status of every rank and logs them together.
+
+    rank k         `long`      it has waited for `WAIT_REPORT_S`
+    rank 0         `report`    asks all ranks
+    every rank     `status`    to rank 0, which logs all of them
+
+If all ranks seem to wait for each other, rank 0 asks once more, and ends the waits by an `abort`
+if nothing has changed.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
-from lightning_zero.health.waits import RankStatus, Wait, Waits
+from lightning_zero.health.link import Entry
+from lightning_zero.health.waits import RankStatus, Wait
 
-__all__ = ["WAIT_REPORT_S", "LogEntry", "Reports", "report"]
+__all__ = ["WAIT_REPORT_S", "Reports", "report"]
 
 WAIT_REPORT_S = 30.0  # of waiting for other ranks until the status of all is reported
 _ANSWER_S = 3.0  # for all ranks to send their status
 _RECHECK_S = 10.0  # between two checks of ranks that seem to wait for each other
 
 _log = logging.getLogger(__name__)
-LogEntry = dict[str, Any]  # an entry of the watchdogs' shared log
 
 
 class Reports:
-    """This rank's side of reports, for the watchdog's thread, which has a store of its own.
+    """This rank's side of reports. Used by one thread, which sends the entries that it yields.
 
-    The caller appends each entry that a method yields to the shared log before it continues.
-    After `WAIT_REPORT_S` seconds of waiting for other ranks all ranks send their status.
+    Args:
+        rank: Rank of this process.
+        size: Number of ranks.
+        status: Returns the present status of this rank.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        size: int,
-        waits: Waits,
-        moment: Callable[[], str],
-    ) -> None:
-        self._name = name
+    def __init__(self, rank: int, size: int, status: Callable[[], RankStatus]) -> None:
         self._rank = rank
         self._size = size
-        self._waits = waits
-        self._moment = moment  # the engine's current one
-        self._reported: Wait | None = None
-        self._pending_reports: list[str] = []  # keys of reports that other ranks will write
-        self._recheck: tuple[float, list[float]] | None = None
-        self._is_silence_logged = False  # the store's, in the current request
+        self._status = status
+        self._reported: Wait | None = None  # the last wait of this rank that was reported
+        self._asked_at: float | None = None  # this rank's `long`, which rank 0 has not answered
+        # Set on rank 0 alone.
+        self._asker: int | None = None  # rank whose long wait is reported now; None: no report
+        self._answers: dict[int, RankStatus] = {}
+        self._until = 0.0  # answers are awaited
+        self._recheck_at: float | None = None
+        self._suspect: list[object] = []  # what all ranks seemed to wait for; []: no deadlock
 
-    def poll(self, store: Any, wait: Wait | None) -> Iterator[LogEntry]:
-        """Requests every rank's status if `wait` is long, and logs the reports of other ranks."""
+    def poll(self, wait: Wait | None) -> Iterator[Entry]:
+        """Looks whether `wait`, the present one, is long, and whether all answers are there."""
         now = time.monotonic()
-        is_long = wait is not None and now - wait.since > WAIT_REPORT_S
-        if is_long and wait is not self._reported:
-            self._reported = wait
-            yield {"kind": "report"}
-        if self._recheck is not None and now > self._recheck[0]:
-            yield {"kind": "report", "is_again": True}
-        for key in [key for key in self._pending_reports if store.check([key])]:
-            self._pending_reports.remove(key)
-            self._log_report(store.get(key).decode())
+        if wait is not None and wait is not self._reported and now - wait.since > WAIT_REPORT_S:
+            self._reported, self._asked_at = wait, now
+            yield {"kind": "long"}
+        if self._asked_at is not None and now - self._asked_at > _ANSWER_S:
+            self._asked_at = None
+            head = (
+                f"rank {self._rank} has waited {WAIT_REPORT_S:g} s for other ranks, and rank 0 "
+                "does not answer: its process is stopped, or its node cannot be reached. What "
+                f"rank {self._rank} is doing:"
+            )
+            _log.warning("%s", "\n  ".join([head, *self._status().text()]))
+        if self._asker is not None and (len(self._answers) == self._size or now > self._until):
+            yield from self._conclude([self._answers.get(rank) for rank in range(self._size)])
+        elif self._recheck_at is not None and now > self._recheck_at and self._asker is None:
+            yield self._ask(self._rank)
 
-    def answer(self, store: Any, number: int, request: LogEntry) -> Iterator[LogEntry]:
-        """Sends this rank's status in answer to log entry `number`, `request`.
+    def take(self, entry: Entry, wait: Wait | None) -> Iterator[Entry]:
+        """Takes an entry of the log: `long`, `report` or `status`; `wait` is the present one."""
+        if entry["kind"] == "report":
+            self._reported, self._asked_at = wait, None
+            yield {"kind": "status", "status": asdict(self._status())}
+        elif self._rank == 0 and entry["kind"] == "status":
+            with suppress(TypeError):  # not readable: counts as no answer
+                self._answers[entry["by"]] = RankStatus(**entry["status"])
+        elif self._rank == 0 and self._asker is None:
+            yield self._ask(entry["by"])
 
-        The rank that made the request reads all answers and writes the report.
-        """
-        self._reported = self._waits.main_thread_wait()
-        status = self.status()
-        key = f"{self._name}/status/{number}"
-        store.set(f"{key}/{self._rank}", json.dumps(asdict(status)))
-        is_again = bool(request.get("is_again"))
-        if request["by"] != self._rank:
-            self._pending_reports += [] if is_again else [f"{key}/text"]
-        elif is_again:
-            yield from self._check_again(self._collect(store, key))
-        else:
-            self._write(store, key, self._collect(store, key))
+    def _ask(self, asker: int) -> Entry:
+        self._asker, self._until = asker, time.monotonic() + _ANSWER_S
+        self._answers.clear()
+        return {"kind": "report"}
 
-    def status(self) -> RankStatus:
-        """Returns the status of this rank."""
-        return self._waits.status(self._moment())
-
-    def _collect(self, store: Any, key: str) -> list[RankStatus | None]:
-        answers: list[RankStatus | None] = [None] * self._size
-        until = time.monotonic() + _ANSWER_S
-        while None in answers and time.monotonic() < until:
-            for rank, answer in enumerate(answers):
-                if answer is None and store.check([f"{key}/{rank}"]):
-                    with suppress(ValueError, TypeError):  # not readable: counts as no answer
-                        answers[rank] = RankStatus(**json.loads(store.get(f"{key}/{rank}")))
-            time.sleep(0.02)
-        return answers
-
-    def _write(self, store: Any, key: str, answers: Sequence[RankStatus | None]) -> None:
-        who = f"rank {self._rank} has waited {WAIT_REPORT_S:g} s for other ranks"
-        text = report(f"{who}; what every rank is doing:", answers)
-        store.set(f"{key}/text", text)
-        self._log_report(text, is_alone=answers[0] is None)
-        if _may_be_deadlock(answers):
-            again = time.monotonic() + min(_RECHECK_S, WAIT_REPORT_S)
-            self._recheck = (again, [a.since for a in answers if a is not None])
-
-    def _check_again(self, answers: Sequence[RankStatus | None]) -> Iterator[LogEntry]:
-        """Aborts if all ranks wait for each other, and still in the waits of the last check."""
-        assert self._recheck is not None
-        _, before = self._recheck
-        self._recheck = None
-        now = [answer.since for answer in answers if answer is not None]
-        if not _may_be_deadlock(answers) or now != before:
+    def _conclude(self, answers: Sequence[RankStatus | None]) -> Iterator[Entry]:
+        """On rank 0: logs the report, or ends the waits if this was the second look at them."""
+        asker, self._asker = self._asker, None
+        seen = [a and (a.since, a.wait, list(a.lines)) for a in answers]
+        is_suspect = _may_be_deadlock(answers)
+        if self._recheck_at is None:
+            who = f"rank {asker} has waited {WAIT_REPORT_S:g} s for other ranks"
+            _log.warning("%s", report(f"{who}; what every rank is doing:", answers))
+            if is_suspect:
+                self._suspect = [*seen]
+                self._recheck_at = time.monotonic() + min(_RECHECK_S, WAIT_REPORT_S)
+            return
+        self._recheck_at = None
+        if not is_suspect or seen != self._suspect:
             return
         text = report("all ranks wait for each other, in different places:", answers)
         end = (
@@ -118,35 +109,19 @@ class Reports:
             "lightning_zero.before_collective(module) right before it, on every rank, or put those "
             "parts into one unit: unit_classes=[...] with the class of the module around them."
         )
-        yield {"kind": "abort", "text": text + end, "is_own": False}
-
-    def log_silence(self, place: str, seconds: float) -> None:
-        """Logs this rank's status, once, while its store at `place` does not answer for long.
-
-        Without the store the other ranks cannot get the status.
-        """
-        if seconds <= WAIT_REPORT_S:
-            self._is_silence_logged = False
-        elif not self._is_silence_logged:
-            self._is_silence_logged = True
-            head = (
-                f"the ranks' store ({place}) has not answered rank {self._rank} for {seconds:.0f} "
-                "s: its process is stopped, or its node cannot be reached. What this rank is doing:"
-            )
-            _log.warning("%s", "\n  ".join([head, *self.status().lines()]))
-
-    def _log_report(self, text: str, *, is_alone: bool = False) -> None:
-        """Logs a warning on rank 0, or if rank 0 does not answer; otherwise at level INFO."""
-        level = logging.WARNING if self._rank == 0 or is_alone else logging.INFO
-        _log.log(level, "%s", text)
+        yield {"kind": "deadlock", "text": text + end}
 
 
 def report(head: str, answers: Sequence[RankStatus | None]) -> str:
     """Formats the status of every rank, grouping ranks with equal status; None: no answer."""
     ranks_of: dict[tuple[str, ...], list[int]] = {}
     silent = ("no answer: it has ended, is stopped, or its node cannot be reached",)
+    groups = {answer.group for answer in answers if answer is not None and answer.num_issued}
+    engines = sorted(group for group in groups if group != "world")
     for rank, status in enumerate(answers):
-        ranks_of.setdefault(silent if status is None else status.lines(), []).append(rank)
+        if status is not None and len(engines) > 1 and status.group in engines:
+            status = replace(status, wait=f"{status.wait}, of another module")
+        ranks_of.setdefault(silent if status is None else status.text(), []).append(rank)
     lines = [head]
     for (first, *rest), ranks in ranks_of.items():
         waits = [status.waited_s for rank in ranks if (status := answers[rank]) is not None]
@@ -178,7 +153,7 @@ def _may_be_deadlock(answers: Sequence[RankStatus | None]) -> bool:
     known = [answer for answer in answers if answer is not None]
     if len(known) < len(answers):
         return False
-    may_end = any(a.is_data_transfer and not _is_missed(a, known) for a in known)
+    may_end = any(a.may_last and not _is_missed(a, known) for a in known)
     waits = {(answer.group, answer.wait) for answer in known}
     return not may_end and all(answer.wait for answer in known) and len(waits) > 1
 

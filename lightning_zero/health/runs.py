@@ -66,6 +66,12 @@ class Runs:
         first = next(iter(run.raised.values()), None)
         return first if run.failure is None else None
 
+    def fail(self, failure: RankFailure) -> bool:
+        """Sets the failure of this run, unless there is one; returns whether it did."""
+        before = self.failure
+        self._run.fail(failure)
+        return before is None
+
     def fail_with_other(self) -> bool:
         """Makes `other_failure` the failure; returns whether there is one."""
         failure = self.other_failure
@@ -81,8 +87,6 @@ class Runs:
                 run.ready.add(by)
         elif entry["kind"] == "gone":
             run.end(by, self._size)
-        elif not entry.get("is_own", True):
-            run.fail(RankFailure(None, entry["text"]))
         else:
             failure = RankFailure(by, entry["text"])
             run.raised.setdefault(by, failure)

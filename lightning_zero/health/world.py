@@ -1,15 +1,13 @@
 """WORLD, the process group that Lightning makes: its store, its size and its end.
 
 Without a process group the world is this process alone. `comm.world` has its collectives.
-`disconnect_groups` is for all groups, and `disconnect_store` for the store that all ranks share.
+`disconnect_groups` is for all groups.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import socket
-import stat
 import threading
 import time
 import weakref
@@ -29,16 +27,13 @@ from lightning_zero.health.failures import print_now
 __all__ = [
     "DEFAULT_TIMEOUT",
     "disconnect_groups",
-    "disconnect_store",
     "end_at_exit",
     "has_world",
     "is_nccl",
     "is_world",
     "known_backends",
     "leave_world",
-    "next_watchdog_name",
     "open_store",
-    "server_of",
     "world_size",
 ]
 
@@ -221,44 +216,3 @@ def _close_pairs(group: Any) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([nothing], peer, 2**30).wait(timedelta(milliseconds=1))
-
-
-def server_of(store: Any) -> Any:
-    """Returns the store below all prefixes."""
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    return store
-
-
-def disconnect_store() -> None:
-    """Ends all requests of this process to WORLD's store: they raise. On Linux; else nothing.
-
-    Such a request has no time limit of its own, and waits in C++ code, where no signal handler of
-    Python runs: for example while a process group is made with a rank that has ended.
-    """
-    try:
-        store = dist.distributed_c10d._get_default_store()
-    except ValueError:  # WORLD has been destroyed meanwhile
-        return
-    port = getattr(server_of(store), "port", None)
-    with suppress(OSError):  # there is no /proc
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            with suppress(OSError):  # it was closed meanwhile, or is not connected
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    _shut_down_if_connected(os.dup(descriptor), port)
-
-
-def _shut_down_if_connected(descriptor: int, port: int | None) -> None:
-    """Shuts the connection to `port` down; takes the descriptor, which is closed."""
-    with socket.socket(fileno=descriptor) as connection:
-        is_inet = connection.family in (socket.AF_INET, socket.AF_INET6)
-        if is_inet and connection.getpeername()[1] == port:
-            connection.shutdown(socket.SHUT_RDWR)
-
-
-def next_watchdog_name(rank: int) -> str:
-    """Returns a name for the watchdogs that all ranks make at the same point; sends nothing."""
-    if world_size() == 1 or dist.get_backend() == "fake":
-        return ""  # there is nothing to watch
-    store = dist.distributed_c10d._get_default_store()
-    return f"run-{store.add(f'lightning_zero/runs/{rank}', 1)}"

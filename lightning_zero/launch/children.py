@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from lightning_zero._lightning.pytorch import _TunerExitException
-from lightning_zero.health.peers import describe_exit
+from lightning_zero.health.exits import describe_exit
 from lightning_zero.health.world import leave_world
 
 __all__ = ["Children", "ProcessSnapshot", "how_child_ended", "release_children"]

@@ -16,6 +16,7 @@ from typing import Any
 
 from lightning_zero._lightning.fabric import pl_worker_init_function
 from lightning_zero.comm.world import close_group, split_world
+from lightning_zero.health.watchdog import Watchdog
 
 __all__ = ["BatchGroup", "check_batch_group_size"]
 
@@ -45,13 +46,20 @@ class BatchGroup:
         return cls(size, rank // size, num_ranks // size, rank % size)
 
     @classmethod
-    def open(cls, rank: int, num_ranks: int, size: int, timeout: timedelta | None) -> BatchGroup:
+    def open(
+        cls,
+        rank: int,
+        num_ranks: int,
+        size: int,
+        timeout: timedelta | None,
+        watchdog: Watchdog,
+    ) -> BatchGroup:
         """Group of `rank`, with a new process group. Collective: every rank."""
         own = cls.of(rank, num_ranks, size)
         if size == 1:
             return own
         groups = [list(range(first, first + size)) for first in range(0, num_ranks, size)]
-        return replace(own, process_group=split_world(groups, timeout))
+        return replace(own, process_group=split_world(watchdog, groups, timeout))
 
     def close(self) -> None:
         """Ends the process group. Local."""

@@ -31,7 +31,6 @@ from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import (
     has_world,
     is_world,
-    next_watchdog_name,
     open_store,
     world_size,
 )
@@ -66,7 +65,6 @@ class Processes(_Base):
     """
 
     _user = "Trainer"  # class that the user gives the strategy to, in messages
-    _ends_all_waits = True  # of a rank, after an exception of another one
 
     def __init__(
         self,
@@ -203,13 +201,8 @@ class Processes(_Base):
         self._check_world_size()
         if self._watchdog is not None:
             self._watchdog.stop()
-        Watchdog.stop_finished()
         self._watchdog = Watchdog(
-            next_watchdog_name(self.global_rank),
-            rank=self.global_rank,
-            size=self.world_size,
-            ends_all_waits=self._ends_all_waits,
-            describe_exit=how_child_ended,
+            rank=self.global_rank, size=self.world_size, describe_exit=how_child_ended
         )
 
     def _check_group_size(self, config: ZeroConfig) -> None:
@@ -228,10 +221,15 @@ class Processes(_Base):
 
     def _open_batch_group(self) -> None:
         """Makes the process groups of batch groups; ranks have compared settings. Collective."""
+        assert self._watchdog is not None, "setup_environment makes it"
         if self._batch_group is not None:
             self._batch_group.close()
         self._batch_group = BatchGroup.open(
-            self.global_rank, self.world_size, self._batch_group_size, self._timeout
+            self.global_rank,
+            self.world_size,
+            self._batch_group_size,
+            self._timeout,
+            self._watchdog,
         )
 
     def _rendezvous(self) -> Any:

@@ -10,7 +10,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.comm.backends import backend_for, queue_warnings
 from lightning_zero.comm.communicator import allow_connections
-from lightning_zero.health.peers import poll_interval_s
 from tests.support.ranks import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -85,9 +84,3 @@ def test_the_limit_of_open_files_grows_with_the_ranks():
         (((soft, left), hard),) = run_ranks(1, _limit_after, size, has_group=False)
         assert left == hard
         assert soft == min(1024 + 8 * size, hard if hard > 0 else 10**9)
-
-
-def test_many_ranks_ask_their_store_no_more_often_together():
-    assert poll_interval_s(2) == poll_interval_s(64) == 0.25
-    assert 256 / poll_interval_s(256) == 64 / poll_interval_s(64)
-    assert poll_interval_s(4096) == 1.0  # a failure is known within seconds all the same

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
+import json
 import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
+from lightning_zero.health.exits import describe_exit
 from lightning_zero.health.failures import DesynchronizedError, PeerFailedError
-from lightning_zero.health.peers import Peers, connect_to_store, describe_exit
 from lightning_zero.health.reports import report
-from lightning_zero.health.waits import RankStatus, is_one_way, user_frames
+from lightning_zero.health.waits import Line, RankStatus, user_lines
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups
 from tests.support.fitting import make_trainer, settings
@@ -415,14 +415,11 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
+def _wait_in_thread(rank, world_size):
     shown = _Lines()
     logging.getLogger("lightning_zero.health.reports").addHandler(shown)
     report_waits_after(0.5)
-    watchdog = Watchdog("threads", rank=rank, size=world_size)
-    if rank == 0 and not is_rank_0_there:
-        watchdog.stop()  # as if it hung
-
+    watchdog = Watchdog(rank=rank, size=world_size)
     is_reported = Path("reported")
     deadline = time.monotonic() + 20
 
@@ -446,26 +443,23 @@ def _wait_in_thread_or_without_rank_0(rank, world_size, is_rank_0_there):
     return "".join(shown.lines)
 
 
-@pytest.mark.default_cases("False")
-@pytest.mark.parametrize("is_rank_0_there", [True, False])
-def test_a_wait_in_another_thread_is_reported_also_where_rank_0_does_not_answer(is_rank_0_there):
-    texts = run_ranks(2, _wait_in_thread_or_without_rank_0, is_rank_0_there)
-    text, nothing = texts if is_rank_0_there else reversed(texts)
+def test_a_wait_in_another_thread_is_reported_by_rank_0_alone():
+    text, nothing = run_ranks(2, _wait_in_thread)
     assert "rank 1 has waited 0.5 s for other ranks" in text
     assert "waits for the gather of a layer" in text
-    assert ("rank 0: no answer" in text) != is_rank_0_there
+    assert "no answer" not in text
     assert not nothing
 
 
 def _receive_beside_ended(rank, world_size, pace=PACE):
     waits = Pace(pace)
-    watchdog = Watchdog("ended", rank=rank, size=world_size)
+    watchdog = Watchdog(rank=rank, size=world_size)
     if rank == 0:
         box = torch.zeros(1)
         dist.recv(box, src=2)
         return float(box)
     if rank == 1:
-        watchdog.end_with_process()
+        watchdog._thread.end_with_process()
     waits.sleep(7)  # longer than it takes to miss a rank, and to close the connections
     if rank == 2:
         dist.send(torch.ones(1), dst=0)
@@ -483,11 +477,11 @@ class _SlowToLoad:
 
 def _load_beside_ended(rank, world_size):
     Pace()
-    watchdog = Watchdog("slow", rank=rank, size=world_size)
+    watchdog = Watchdog(rank=rank, size=world_size)
     objects = [None, None] if rank == 0 else None
     dist.gather_object(_SlowToLoad() if rank else None, objects)
     if rank == 1:
-        watchdog.end_with_process()
+        watchdog._thread.end_with_process()
     dist.barrier()  # the connections are open
     return objects
 
@@ -499,7 +493,7 @@ def test_a_rank_that_loads_what_it_was_sent_does_not_wait_for_the_sender(waited)
 def _barrier_beside_broadcast(rank, world_size):
     waits = Pace()
     waits.report_after(0.5)
-    watchdog = Watchdog("one way", rank=rank, size=world_size)
+    watchdog = Watchdog(rank=rank, size=world_size)
     if rank == 0:
         dist.barrier()
     else:
@@ -513,27 +507,17 @@ def test_a_barrier_after_an_unfinished_broadcast_of_others_is_no_mutual_wait(wai
     assert waited(2, _barrier_beside_broadcast) == [None, None]
 
 
-def test_one_way_collectives_are_recognized():
-    assert is_one_way("torch.distributed.broadcast_object_list")
-    assert is_one_way("torch.distributed.irecv")
-    assert not is_one_way("torch.distributed.all_gather_object")
-
-
 def test_calls_of_the_package_are_not_the_users():
-    found = {}
-    exec(compile("import sys; frame = sys._getframe()", order.__file__, "exec"), found)
-    frames = user_frames(found["frame"])
-    assert frames
-    assert not any(order.__file__ in frame for frame in frames)
-    assert "test_calls_of_the_package_are_not_the_users" in frames[-1]
+    mine, pattern = Line(__file__, "3", "mine"), Line(re.__file__, "4", "match")
+    stack = [Line(order.__file__, "1", "ask"), pattern, mine, Line("<string>", "5", "<module>")]
+    assert user_lines(stack) == (f"{__file__}:3 in mine",)
 
 
 _READ_FRAMES_WHILE_GARBAGE_IS_COLLECTED = """
 import gc, sys, threading, time
-from lightning_zero.health.waits import Waits
+from lightning_zero.health.waits import stack_of
 
 main = threading.get_ident()
-waits = Waits(main)
 exec("def leave_nulls(): return 0; " + "=".join(f"local{i}" for i in range(300)) + "=None")
 
 class Garbage:
@@ -546,8 +530,7 @@ def call(num):
 
 def look():
     while not has_ended:
-        waits.main_thread_wait()
-        waits.status("")
+        assert stack_of(main)
 
 has_ended = False
 gc.set_threshold(3)
@@ -689,15 +672,15 @@ def _assert_the_dead_rank_is_named(run, *call):
 def _make_a_group_alone(rank, world_size, port):
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    watchdog = Watchdog("alone", rank=rank, size=world_size)
+    watchdog = Watchdog(rank=rank, size=world_size)
     dist.barrier()
     if rank == 1:
         time.sleep(1)
         watchdog.abort(ArithmeticError("out of luck"))
         return None
     failing = pytest.raises(PeerFailedError)
-    with failing as caught, watchdog.waiting("a new group", is_engine_group=False):
-        dist.new_group()
+    with failing as caught:
+        watchdog.run("a process group", dist.new_group)
     return str(caught.value)
 
 
@@ -707,67 +690,29 @@ def test_a_wait_in_the_store_for_a_rank_that_has_failed_ends_with_its_error():
     assert run_ranks(2, _make_a_group_alone, free_port(), has_group=False)[0] == text
 
 
-def _know(rank, world_size):
-    if rank == 0:
-        time.sleep(0.3)  # the others are first
-    peers = Peers()
-    peers.announce(rank, connect_to_store(rank, peers.has_rank_0_exited))
-    known = [peer.rank for peer in peers._running]
-    peers.close()
-    return known
-
-
-def test_the_rank_that_may_hold_the_store_is_known_before_anything_can_happen_to_it():
-    assert 0 in run_ranks(2, _know)[1]
-
-
-class _Gone:
-    """A store whose process has ended."""
-
-    def __getattr__(self, name):
-        raise RuntimeError("Connection reset by peer")
-
-
-def _fail_without_the_store(rank, world_size):
-    Pace()
-    watchdog = Watchdog("gone", rank=rank, size=world_size)
-    watchdog._store = _Gone()
-    printed = io.StringIO()
-    with contextlib.redirect_stderr(printed):
-        watchdog.explain(dist.DistNetworkError("Connection closed by peer"))
-    watchdog.stop()
-    return printed.getvalue()
-
-
-def test_a_connection_that_fails_with_the_store_of_another_node_is_explained():
-    printed = run_ranks(2, _fail_without_the_store)[1]
-    assert "rank 1 stops because rank 0, or the launcher that held the ranks' store" in printed
-
-
-def _write_nonsense(rank, world_size):
+def _speak_as_a_stranger(rank, world_size):
     shown = _Lines()
-    logging.getLogger("lightning_zero.health.peers").addHandler(shown)
-    store = dist.distributed_c10d._get_default_store()
-    if rank == 0:
-        for key in ("nonsense/log/0", "nonsense/log/1", "exits/0"):
-            store.set(f"lightning_zero/{key}", b'{"kind": "dea\xff')
-        store.set("lightning_zero/nonsense/log/2", '{"kind": "dead"}')
-        store.set(f"{Peers()._pid_log._key}/0", f"7 {2**70}")
-    dist.barrier()
-    watchdog = Watchdog("nonsense", rank=rank, size=world_size)
+    logging.getLogger("lightning_zero.health.link").addHandler(shown)
+    watchdog = Watchdog(rank=rank, size=world_size)
     if rank == 1:
+        store = dist.distributed_c10d._get_default_store()
+        port = json.loads(store.get("lightning_zero/link/1"))["port"]
+        with socket.create_connection(("localhost", port)) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n")
+            assert stranger.recv(1) == b""
+        watchdog._thread._link._connections[0].send(b'{"kind": "dea\xff\n[]\n{"kind": "abort"}\n')
         watchdog.abort(ArithmeticError("out of luck"))
     error, _ = _error_of(lambda: _wait_for_failure(watchdog))
-    watchdog.stop()
     return error, "".join(shown.lines)
 
 
-def test_lines_of_the_store_that_no_rank_can_read_are_skipped_and_logged():
-    (error, logged), _ = run_ranks(2, _write_nonsense)
+def test_what_no_rank_can_have_sent_is_skipped_and_logged():
+    (error, logged), _ = run_ranks(2, _speak_as_a_stranger)
     assert error == (
         "PeerFailedError: rank 0 stops because rank 1 raised ArithmeticError: out of luck"
     )
-    assert "not readable and is skipped" in logged
+    assert "a connection that is not from a rank of this job is closed" in logged
+    assert "is not readable and is skipped" in logged
 
 
 def _stop_and_wait(rank, world_size):
@@ -776,7 +721,7 @@ def _stop_and_wait(rank, world_size):
     shown = _Lines()
     logging.getLogger("lightning_zero.health").addHandler(shown)
     Pace().report_after(0.5)
-    watchdog = Watchdog("stopped", rank=rank, size=world_size)
+    watchdog = Watchdog(rank=rank, size=world_size)
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
@@ -794,16 +739,16 @@ def _stop_and_wait(rank, world_size):
     return failure, "\n".join(shown.lines)
 
 
-def test_a_rank_whose_store_does_not_answer_reports_so_itself_and_goes_on():
+def test_a_rank_that_rank_0_does_not_answer_reports_so_itself_and_goes_on():
     _, (failure, logged) = run_ranks(2, _stop_and_wait, has_group=False)
-    assert re.search(r"the ranks' store \(.+:\d+, in the process of rank 0\) has not", logged)
+    assert "rank 0 does not answer: its process is stopped, or its node cannot be reached" in logged
     assert "waits for the other rank" in logged
     assert failure is None
 
 
 def _wait_for_failure(watchdog):
     with watchdog.waiting("the other rank"):
-        watchdog.wait_for_failure(20)
+        watchdog._thread.wait_for(lambda: watchdog._raised_at is not None, 20)
         raise RuntimeError("Connection closed by peer")
 
 
@@ -814,7 +759,7 @@ def test_exit_codes_are_described_in_words():
 
 
 def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
-    watchdog = Watchdog("alone", rank=0, size=1)
+    watchdog = Watchdog(rank=0, size=1)
     with pytest.raises(RecursionError, match="too deep"), watchdog.waiting("an object"):
         raise RecursionError("too deep")
     expected = pytest.raises(DesynchronizedError, match="without success")
@@ -823,7 +768,7 @@ def test_an_error_of_this_rank_alone_is_not_reported_as_a_timeout_of_others():
 
 
 def test_there_is_nothing_to_watch_without_other_ranks():
-    watchdog = Watchdog("alone", rank=0, size=1)
+    watchdog = Watchdog(rank=0, size=1)
     with watchdog.waiting("an object"):
         pass
     with pytest.raises(PeerFailedError), watchdog.waiting("an object"):

@@ -92,7 +92,7 @@ MODULE = "parameters and buffers that are replaced one by one"
 STATE_DICT = "state dicts without full parameters"
 POINTER = "memory that is freed while tensors still refer to it"
 GROUPS = "groups whose waits end at a failure"
-STORE = "the watchdog's log of failures"
+STORE = "the address of rank 0, for the log of failures"
 OPERATORS = "which operators are elementwise, change shapes only, or read values"
 ATTRIBUTES = {
     "a module": {
@@ -150,8 +150,6 @@ ATTRIBUTES = {
         "distributed_c10d._get_default_store": STORE,
         "distributed_c10d._world": GROUPS,
         "distributed_c10d._abort_process_group": GROUPS,
-        "distributed_c10d._object_to_tensor": "calls that wait for no other rank",
-        "distributed_c10d._tensor_to_object": "calls that wait for no other rank",
         "ProcessGroup._device_types": GROUPS,
         "ProcessGroup._get_backend": GROUPS,
         "ProcessGroup._get_sequence_number_for_group": "deadlocks in collectives of the user",

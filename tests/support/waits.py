@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lightning_zero.health import peers, reports, watchdog
+from lightning_zero.health import exits, reports, watchdog
 
 __all__ = ["PACE", "Pace", "report_waits_after"]
 
@@ -13,14 +13,12 @@ PACE = 0.3  # of a user's: how long waits for a cause last in tests, and what th
 # What passes in every failure. Limits that end only what hangs stay as they are.
 _WAITS = {
     watchdog: (
-        "_CONFIRM_S",
-        "_STORE_CONFIRM_S",
+        "_CAUSE_S",
         "_END_CONFIRM_S",
         "_SAME_ERROR_S",
         "_SETTLE_S",
-        "_STORE_SETTLE_S",
     ),
-    peers: ("_POLL_S",),
+    exits: ("_CONFIRM_S",),
 }
 
 
