@@ -49,7 +49,7 @@ from lightning_zero.record.spans import Kind
 
 __all__ = ["Communicator", "Pending", "allow_connections"]
 
-_GROUPS_AT_ONCE = 8  # default group, control plane, channels, and gloo's data plane
+_GROUPS_AT_ONCE = 9  # default group, control plane, channels, gloo's data plane; the watchdogs
 
 
 class Communicator:
@@ -70,6 +70,8 @@ class Communicator:
             that all ranks issue it together.
 
     Raises:
+        PeerFailedError: A rank has failed meanwhile.
+        OSError: This rank cannot connect to rank 0.
         RuntimeError: A launcher has started several ranks, and no process group was initialized.
         ValueError: The group size does not divide the world size.
     """
@@ -115,15 +117,21 @@ class Communicator:
         self._is_disconnected = False  # no collective is possible
         self._discarded: list[Pending] = []
         self._channels: list[Channel] = []
+        if has_world():
+            allow_connections(self.size)
         if watchdog is None:
             watchdog = Watchdog(rank=self.rank, size=self.size)
             end = weakref.finalize(self, watchdog.stop)
             end.atexit = False  # the watchdog ends itself with the process
         self._watchdog = watchdog
-        self._open_group()
-        self.control = GlooControlPlane(
-            self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
-        )
+        try:
+            self._open_group()
+            self.control = GlooControlPlane(
+                self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
+            )
+        except BaseException as error:
+            watchdog.abort(error)
+            raise
         watchdog.add_failure_callback(self._disconnect)
         try:
             if check is not None:
@@ -143,9 +151,8 @@ class Communicator:
     def _open_group(self) -> None:
         """Makes the group of all ranks. Collective."""
         if has_world():
-            allow_connections(self.size)
             make = partial(dist.new_group, timeout=self._timeout)
-            self._group = self._watchdog.run("a process group", make)
+            self._group = self._watchdog.run("a process group", make, self._timeout)
             self._groups = [self._group]
 
     def _open_axes(self) -> None:
@@ -339,7 +346,7 @@ class Communicator:
         group = None
         if self.control.is_open and self.size > 1:
             make = partial(dist.new_group, timeout=self._timeout, backend="gloo")
-            group = self._watchdog.run("a process group", make)
+            group = self._watchdog.run("a process group", make, self._timeout)
         channel = Channel(self.rank, self.size, group)
         self._channels = [other for other in self._channels if other.is_open]
         self._channels.append(channel)
@@ -417,7 +424,6 @@ class Communicator:
         self._close_groups()
         if self._owns_watchdog:
             self._watchdog.finish()
-            self._watchdog.stop()
 
     def _close_groups(self) -> None:
         self._watchdog.remove_failure_callback(self._disconnect)

@@ -90,7 +90,7 @@ class GlooControlPlane:
             self.is_simulated = dist.get_backend() == "fake"
             backend = "fake" if self.is_simulated else "gloo"
             make = partial(dist.new_group, timeout=self._timeout, backend=backend)
-            self._group = self.watchdog.run("a process group", make)
+            self._group = self.watchdog.run("a process group", make, self._timeout)
         group = None if self._is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
         self._rounds.reserve(self._width)

@@ -48,9 +48,9 @@ def split_world(
     if can_split and is_nccl(dist.get_backend()):
         parent = world if parent is None else parent
         make = partial(dist.split_group, parent, groups, timeout=timeout)
-        return watchdog.run("a process group", make)
+        return watchdog.run("a process group", make, timeout)
     enumerate_groups = partial(dist.new_subgroups_by_enumeration, groups, timeout=timeout)
-    own, _ = watchdog.run("process groups", enumerate_groups)
+    own, _ = watchdog.run("process groups", enumerate_groups, timeout)
     return own
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -46,18 +47,22 @@ class Exits:
     """Ends of the other ranks, from their own last words, their exit codes and their connections.
 
     The exit code is known to the process that has started a rank. On rank 0, which has a
-    connection to every rank, a connection that ends is a death, unless the rank has said before
-    that it ends. Used by one thread.
+    connection to every rank, a connection that ends is a death, unless the rank has sent before
+    how it ends. The watchdogs' lock guards it.
 
     Args:
         rank: Rank of this process.
+        node: Its node.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, node: str) -> None:
         self._rank = rank
+        self._node = node
         self._pids: dict[int, tuple[int, str]] = {}  # by rank: process id and node
+        self._handles: dict[int, int] = {}  # by rank on this node: a pidfd, if the system has them
         self._closed_at: dict[int, float] = {}  # ranks whose end is not explained yet
         self.by_rank: dict[int, EndOfRank] = {}
+        self.over: set[int] = set()  # ranks whose process has ended, as far as this rank can know
         self._describe: Callable[[int], str | None] = lambda pid: None
 
     def describe_by(self, describe: Callable[[int], str | None]) -> None:
@@ -73,6 +78,9 @@ class Exits:
         rank = int(entry["rank"] if "rank" in entry else entry["by"])
         if kind == "here":
             self._pids[rank] = entry["pid"], entry["node"]
+            with suppress(OSError, AttributeError):
+                if rank != self._rank and entry["node"] == self._node:
+                    self._handles[rank] = os.pidfd_open(entry["pid"])
         elif kind == "closed":
             self._closed_at[rank] = time.monotonic()
         else:
@@ -86,12 +94,24 @@ class Exits:
             known = replace(known, text=text)
         self.by_rank[rank] = replace(known, is_death=known.is_death or is_death)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a connection has ended, and the cause is not known yet."""
+        return bool(self._closed_at)
+
     def find(self) -> Iterator[Entry]:
         """Looks for the causes of ends; yields entries for the log."""
         now = time.monotonic()
-        own_node = self._pids.get(self._rank, (0, ""))[1]
+        # A fork of a rank that Python does not know of may keep its connection open.
+        poller = select.poll()
+        for handle in self._handles.values():
+            poller.register(handle)
+        ended = {handle for handle, _ in poller.poll(0)}
+        for rank in [rank for rank, handle in self._handles.items() if handle in ended]:
+            os.close(self._handles.pop(rank))
+            self._closed_at.setdefault(rank, now)
         for rank, (pid, node) in list(self._pids.items()):
-            if rank == self._rank or node != own_node:
+            if rank == self._rank or node != self._node:
                 continue
             how = self._describe(pid)
             if how is None and rank in self._closed_at:
@@ -106,6 +126,9 @@ class Exits:
     def _report(self, rank: int, how: str | None) -> Iterator[Entry]:
         """Yields the entry of an end, unless it adds nothing. `how`: None: it is not known."""
         self._closed_at.pop(rank, None)
+        self.over.add(rank)
+        if how is None and 0 not in (rank, self._rank):
+            return  # rank 0 knows what that rank has sent last
         known = self.by_rank.get(rank)
         if how == describe_exit(0) or (how is None and known is not None):
             if known is None:

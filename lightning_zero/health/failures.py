@@ -19,6 +19,7 @@ __all__ = [
     "is_transport_error",
     "may_be_transport_error",
     "print_now",
+    "silence_error",
     "summary",
 ]
 
@@ -58,13 +59,22 @@ class RankFailure:
         return f"rank {rank} stops because {self.text}"
 
 
-def desync_error(rank: int, name: str, error: RuntimeError) -> DesynchronizedError:
+def desync_error(rank: int, name: str, error: Exception) -> DesynchronizedError:
     """The error of `rank`, whose wait for `name` ended with `error` though no rank has failed."""
     return DesynchronizedError(
         f"rank {rank} waited for {name} without success ({summary(error)}): the call itself is "
         "wrong, or the other ranks did not reach the same point. Every rank must run forward and "
         "backward together, with equally many batches. In stage 3 this includes a forward that "
         f"generates a sample or an image: it must not run under `if rank == 0`.\n{DESYNC_HINT}"
+    )
+
+
+def silence_error(rank: int, name: str, error: Exception) -> DesynchronizedError:
+    """As `desync_error`, where rank 0, which would know of a failure, does not answer."""
+    return DesynchronizedError(
+        f"rank {rank} waited for {name} without success ({summary(error)}), and rank 0, through "
+        "which ranks learn of each other's failures, does not answer: its process is stopped, or "
+        "busy in a call that keeps Python's lock. So the cause is not known here."
     )
 
 

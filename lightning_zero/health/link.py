@@ -20,21 +20,28 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Entry", "Link"]
+__all__ = ["Entry", "Link", "node_of_process"]
 
 Entry = dict[str, Any]  # an entry of the log; it has a "kind"; "by" is the rank that has sent it
 
 _CONNECT_S = 5.0  # for each address of rank 0
+_GREET_S = 30.0  # for the first line of rank 0, which may be busy
 _SEND_S = 3.0  # limit for a process that receives nothing, and whose buffer is full
+_LOOK_S = 0.02  # between two looks into the store
+_WARN_S = 30.0  # of waiting for rank 0
 _MAX_BYTES = 2**20  # of a line
 # A connection that is idle for days stays open on the way, and ends ten minutes after its node.
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 60, "TCP_KEEPCNT": 9}  # s, s, probes
-_TO_RANK_0 = ("status",)  # kinds of entries that rank 0 does not send on
+_KEEP_ALIVE = {  # s, s, probes, ms
+    **{"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 60, "TCP_KEEPCNT": 9},
+    "TCP_USER_TIMEOUT": 600_000,
+}
+_TO_RANK_0 = ("status", "meet")  # kinds of entries that rank 0 does not send on
 
 _log = logging.getLogger(__name__)
 _links: weakref.WeakSet[Link] = weakref.WeakSet()
@@ -51,8 +58,9 @@ class _Connection:
             if hasattr(socket, name):
                 to.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self.socket = to
+        self.made_at = time.monotonic()
         self.rank = rank  # None: it has not said yet who it is
-        self.received = b""  # the begin of a line
+        self.received = b""  # the beginning of a line
 
     def greet(self, rank: int, log: bytes) -> None:
         """The other process is `rank`: sends it the log."""
@@ -60,8 +68,11 @@ class _Connection:
         self.send(log)
 
     def send(self, line: bytes) -> None:
-        with suppress(OSError):  # the other process has ended: its end is read
+        try:
             self.socket.sendall(line)
+        except OSError:  # it has ended, or a part of the line was sent: its end is read
+            with suppress(OSError):
+                self.socket.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[bytes] | None:
         """The lines that have arrived; None: the connection has ended."""
@@ -92,16 +103,18 @@ class Link:
         self._listener: socket.socket | None = None  # of rank 0
         self._secret = b""
         self._sent: list[bytes] = []  # rank 0: the log, for ranks that connect later
+        self._unsent: list[bytes] = []  # rank 0: what is sent to all at the end of a `read`
         self._unread: list[Entry] = []
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
         self._woken.setblocking(False)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        hello = {"kind": "here", "pid": os.getpid(), "node": _node()}
+        hello = {"kind": "here", "pid": os.getpid(), "node": node_of_process()}
         if rank == 0:
             self._listen(store, key)
         else:
-            self._connect(json.loads(store.get(key)), getattr(_server_of(store), "host", None))
+            self._connect(self._address(store, key), getattr(_server_of(store), "host", None))
         _links.add(self)
         self.send(hello)
 
@@ -113,20 +126,47 @@ class Link:
         )
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._secret = secrets.token_hex(16).encode()
-        address = {"port": self._listener.getsockname()[1], "host": socket.gethostname()}
-        store.set(key, json.dumps(address | {"node": _node(), "secret": self._secret.decode()}))
+        address = {
+            "port": self._listener.getsockname()[1],
+            "host": socket.gethostname(),
+            "node": node_of_process(),
+            "secret": self._secret.decode(),
+        }
+        store.set(key, json.dumps(address))
+
+    def _address(self, store: Any, key: str) -> dict[str, Any]:
+        """Waits in the store for the address of rank 0."""
+        awaited = "rank 0, which has not set up a Trainer, Fabric or Engine"
+        text = f"rank {self._rank} waits for {awaited}"
+        until = time.monotonic() + store.timeout.total_seconds()
+        warn_at = time.monotonic() + _WARN_S
+        while not store.check([key]):
+            if time.monotonic() > until:
+                raise RuntimeError(
+                    f"{text} in {store.timeout.total_seconds():g} s, or has ended; every rank must "
+                    "set up the same ones, in the same order."
+                )
+            if time.monotonic() > warn_at:
+                warn_at = until
+                _log.warning("%s for %g s.", text, _WARN_S)
+            time.sleep(_LOOK_S)
+        found: dict[str, Any] = json.loads(store.get(key))
+        return found
 
     def _connect(self, to: dict[str, Any], store_host: str | None) -> None:
-        hosts = ["localhost"] if to["node"] == _node() else [store_host, to["host"]]
+        hosts = [store_host, "localhost" if to["node"] == node_of_process() else None, to["host"]]
         errors = []
-        for host in filter(None, hosts):
+        for host in filter(None, hosts):  # a node may have several network namespaces
             try:
                 made = socket.create_connection((host, to["port"]), _CONNECT_S)
+                made.sendall(f"{to['secret']} {self._rank}\n".encode())
+                made.settimeout(_GREET_S)
+                if made.recv(1, socket.MSG_PEEK) == b"{":  # another program would close, or wait
+                    self._add(made, rank=0)
+                    return
+                errors.append(f"{host}:{to['port']}: another program answers")
             except OSError as error:
                 errors.append(f"{host}:{to['port']}: {error}")
-                continue
-            self._add(made, rank=0).send(f"{to['secret']} {self._rank}\n".encode())
-            return
         raise OSError(
             f"rank {self._rank} cannot connect to rank 0 ({'; '.join(errors)}): all ports must be "
             "open between the nodes of a job, as for gloo and NCCL; and rank 0 must run."
@@ -145,6 +185,7 @@ class Link:
         with self._lock:
             if self._rank == 0 or not self._connections:
                 self._append({**entry, "by": self._rank})
+                self._send_to_all()
             else:
                 self._connections[0].send(_line(entry))
 
@@ -154,15 +195,19 @@ class Link:
             self._waker.send(b"!")
 
     def _append(self, entry: Entry) -> None:
-        """Sends an entry to all ranks that are connected to this one. The caller holds the lock."""
+        """Appends an entry to the log of this rank. The caller holds the lock."""
         if entry["kind"] not in _TO_RANK_0:
-            line = _line(entry)
-            self._sent.append(line)
-            for connection in self._connections:
-                if connection.rank is not None:
-                    connection.send(line)
+            self._unsent.append(_line(entry))
         self._unread.append(entry)
         self.wake()
+
+    def _send_to_all(self) -> None:
+        """Sends new entries to the ranks that are connected. The caller holds the lock."""
+        lines, self._unsent = self._unsent, []
+        self._sent += lines
+        for connection in self._connections if lines else ():
+            if connection.rank is not None:
+                connection.send(b"".join(lines))
 
     # ---------------------------------------------------------------- from one thread
 
@@ -181,7 +226,11 @@ class Link:
                     self._add(self._listener.accept()[0], rank=None)
             else:
                 self._receive(key.data)
+        late = time.monotonic() - _GREET_S
+        for connection in [c for c in self._connections if c.rank is None and c.made_at < late]:
+            self._end(connection)
         with self._lock:
+            self._send_to_all()
             unread, self._unread = self._unread, []
         return unread
 
@@ -204,11 +253,12 @@ class Link:
     def _greet(self, connection: _Connection, line: bytes) -> bool:
         """Takes the first line of a connection; whether it is that of a rank."""
         secret, _, rank = line.partition(b" ")
-        if not hmac.compare_digest(secret, self._secret):
+        if not (hmac.compare_digest(secret, self._secret) and rank.isdigit()):
             _log.warning("a connection that is not from a rank of this job is closed: %.80r", line)
             self._end(connection)
             return False
         with self._lock:
+            self._send_to_all()
             connection.greet(int(rank), b"".join(self._sent))
         return True
 
@@ -259,7 +309,7 @@ def _entry(line: bytes) -> Entry | None:
     return None
 
 
-def _node() -> str:
+def node_of_process() -> str:
     """An id that is equal for processes that share process ids: boot and pid namespace."""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -4,8 +4,8 @@
     rank 0         `report`    asks all ranks
     every rank     `status`    to rank 0, which logs all of them
 
-If all ranks seem to wait for each other, rank 0 asks once more, and ends the waits by an `abort`
-if nothing has changed.
+A wait is logged once; while it lasts, rank 0 asks again. If all ranks seem to wait for each other,
+rank 0 asks once more, and ends the waits by a `deadlock` if nothing has changed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = ["WAIT_REPORT_S", "Reports", "report"]
 
 WAIT_REPORT_S = 30.0  # of waiting for other ranks until the status of all is reported
 _ANSWER_S = 3.0  # for all ranks to send their status
+_MAX_TEXT = 2**16  # characters of a report that is sent to all ranks
 _RECHECK_S = 10.0  # between two checks of ranks that seem to wait for each other
 
 _log = logging.getLogger(__name__)
@@ -42,10 +43,12 @@ class Reports:
         self._size = size
         self._status = status
         self._reported: Wait | None = None  # the last wait of this rank that was reported
+        self._reported_at = 0.0
         self._asked_at: float | None = None  # this rank's `long`, which rank 0 has not answered
         # Set on rank 0 alone.
         self._asker: int | None = None  # rank whose long wait is reported now; None: no report
         self._answers: dict[int, RankStatus] = {}
+        self._is_logged = False  # this report
         self._until = 0.0  # answers are awaited
         self._recheck_at: float | None = None
         self._suspect: list[object] = []  # what all ranks seemed to wait for; []: no deadlock
@@ -53,9 +56,12 @@ class Reports:
     def poll(self, wait: Wait | None) -> Iterator[Entry]:
         """Looks whether `wait`, the present one, is long, and whether all answers are there."""
         now = time.monotonic()
-        if wait is not None and wait is not self._reported and now - wait.since > WAIT_REPORT_S:
-            self._reported, self._asked_at = wait, now
-            yield {"kind": "long"}
+        is_again = wait is self._reported
+        since = 0.0 if wait is None else max(wait.since, self._reported_at if is_again else 0.0)
+        if wait is not None and now - since > WAIT_REPORT_S:
+            self._reported, self._reported_at = wait, now
+            self._asked_at = self._asked_at if is_again else now
+            yield {"kind": "long", "is_again": is_again}
         if self._asked_at is not None and now - self._asked_at > _ANSWER_S:
             self._asked_at = None
             head = (
@@ -67,20 +73,21 @@ class Reports:
         if self._asker is not None and (len(self._answers) == self._size or now > self._until):
             yield from self._conclude([self._answers.get(rank) for rank in range(self._size)])
         elif self._recheck_at is not None and now > self._recheck_at and self._asker is None:
-            yield self._ask(self._rank)
+            yield self._ask(self._rank, is_logged=False)
 
     def take(self, entry: Entry, wait: Wait | None) -> Iterator[Entry]:
         """Takes an entry of the log: `long`, `report` or `status`; `wait` is the present one."""
         if entry["kind"] == "report":
-            self._reported, self._asked_at = wait, None
+            self._reported, self._reported_at, self._asked_at = wait, time.monotonic(), None
             yield {"kind": "status", "status": asdict(self._status())}
         elif self._rank == 0 and entry["kind"] == "status":
             with suppress(TypeError):  # not readable: counts as no answer
                 self._answers[entry["by"]] = RankStatus(**entry["status"])
         elif self._rank == 0 and self._asker is None:
-            yield self._ask(entry["by"])
+            yield self._ask(entry["by"], is_logged=not entry.get("is_again"))
 
-    def _ask(self, asker: int) -> Entry:
+    def _ask(self, asker: int, *, is_logged: bool) -> Entry:
+        self._is_logged = is_logged
         self._asker, self._until = asker, time.monotonic() + _ANSWER_S
         self._answers.clear()
         return {"kind": "report"}
@@ -92,7 +99,8 @@ class Reports:
         is_suspect = _may_be_deadlock(answers)
         if self._recheck_at is None:
             who = f"rank {asker} has waited {WAIT_REPORT_S:g} s for other ranks"
-            _log.warning("%s", report(f"{who}; what every rank is doing:", answers))
+            if self._is_logged:
+                _log.warning("%s", report(f"{who}; what every rank is doing:", answers))
             if is_suspect:
                 self._suspect = [*seen]
                 self._recheck_at = time.monotonic() + min(_RECHECK_S, WAIT_REPORT_S)
@@ -109,7 +117,7 @@ class Reports:
             "lightning_zero.before_collective(module) right before it, on every rank, or put those "
             "parts into one unit: unit_classes=[...] with the class of the module around them."
         )
-        yield {"kind": "deadlock", "text": text + end}
+        yield {"kind": "deadlock", "text": text[:_MAX_TEXT] + end}
 
 
 def report(head: str, answers: Sequence[RankStatus | None]) -> str:

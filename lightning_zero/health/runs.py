@@ -21,6 +21,7 @@ class _Run:
     """What all ranks read of one run."""
 
     raised: dict[int, RankFailure] = field(default_factory=dict)  # by rank, in the log's order
+    causes: list[RankFailure] = field(default_factory=list)  # those that no other rank has caused
     ready: set[int] = field(default_factory=set)  # ranks
     gone: int | None = None  # the first rank that does not go on, unless all were ready before
     failure: RankFailure | None = None  # that this rank raises
@@ -28,6 +29,11 @@ class _Run:
     def fail(self, failure: RankFailure) -> None:
         """Sets the failure, unless there is one."""
         self.failure = self.failure or failure
+
+    @property
+    def first(self) -> RankFailure | None:
+        """The first exception of a rank; None: there is none."""
+        return next(iter([*self.causes, *self.raised.values()]), None)
 
     def end(self, rank: int, size: int) -> None:
         """A rank does not go on; without effect if all ranks were ready before."""
@@ -62,9 +68,7 @@ class Runs:
     @property
     def other_failure(self) -> RankFailure | None:
         """The first exception of another rank, while this one has no failure; None: none."""
-        run = self._run
-        first = next(iter(run.raised.values()), None)
-        return first if run.failure is None else None
+        return self._run.first if self._run.failure is None else None
 
     def fail(self, failure: RankFailure) -> bool:
         """Sets the failure of this run, unless there is one; returns whether it did."""
@@ -90,15 +94,21 @@ class Runs:
         else:
             failure = RankFailure(by, entry["text"])
             run.raised.setdefault(by, failure)
+            if entry["is_cause"]:
+                run.causes.append(failure)
             if by == self._rank:
                 run.fail(failure)
 
     def record_death(self, rank: int, text: str) -> bool:
-        """Records the death of a rank; returns whether it is the first."""
+        """Records the death of a rank; returns whether it is the first.
+
+        It may be the consequence of an exception, unless all ranks have raised one.
+        """
         if self.death is not None:
             return False
-        before = self._run.raised.get(rank)
-        self.death = RankFailure(rank, text if before is None else before.text)
+        run = self._run
+        is_new = not run.causes or self._rank in run.raised
+        self.death = RankFailure(rank, text) if is_new else run.causes[0]
         return True
 
     def follows(self) -> bool | None:

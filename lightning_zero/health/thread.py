@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from lightning_zero.health.exits import END_OF_SCRIPT, Exits
 from lightning_zero.health.failures import summary
-from lightning_zero.health.link import Entry, Link
+from lightning_zero.health.link import Entry, Link, node_of_process
 from lightning_zero.health.reports import Reports
 from lightning_zero.health.waits import RankStatus, Wait, present_wait
 from lightning_zero.health.world import end_at_exit
@@ -25,6 +28,7 @@ __all__ = ["ANSWER_S", "WatchThread"]
 
 ANSWER_S = 3.0  # for this rank to read what it has sent itself
 _POLL_S = 0.25
+_EXIT_POLL_S = 0.02  # an exit code can be read for a moment only
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +44,7 @@ class _Watchdog(Protocol):
 
     def moment(self) -> str: ...
 
-    def finish(self, *, with_process: bool) -> None: ...
+    def finish(self) -> None: ...
 
 
 class WatchThread(threading.Thread):
@@ -58,18 +62,25 @@ class WatchThread(threading.Thread):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(daemon=True, name="lightning-zero-watchdog")
         self.rank = rank
-        self.exits = Exits(rank)
+        self._size = size
         self.changed = threading.Condition(threading.RLock())
         self._main = threading.get_ident()  # the thread that runs the user's code
         self._watchdogs: dict[str, _Watchdog] = {}
         self._num_named = 0  # watchdogs
         self._early: list[Entry] = []  # for watchdogs that this rank has not made yet
         self._reports = Reports(rank, size, self._status)
-        self._is_stopped = False
-        self._has_failed = False  # one of its looks
-        self._world: Any = dist.group.WORLD
+        self._shall_end = False
+        self._ends_with_process = False  # which then closes the connections
+        self._has_ended = False
+        self._logged: set[type] = set()  # errors of its own
+        self._removed: deque[str] = deque()  # names of watchdogs
+        self._num_meetings = 0
+        self._met: dict[str, set[int]] = {}  # by meeting, ranks that have come; on rank 0
+        self._is_met: set[str] = set()  # meetings at which all ranks were
+        self._world: Any = weakref.ref(dist.group.WORLD)  # with it its store ends
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"lightning_zero/links/{rank}", 1)
+        self.exits = Exits(rank, node_of_process())
         self._link = Link(rank, store, f"lightning_zero/link/{number}")
         end_at_exit(self)
 
@@ -78,7 +89,7 @@ class WatchThread(threading.Thread):
         """The thread of this process; a new one for a new process group. Collective."""
         for thread in threading.enumerate():
             if isinstance(thread, WatchThread):
-                if thread._watches_world() and not thread._is_stopped:
+                if thread._watches_world() and thread.is_watching:
                     return thread
                 thread.stop()
         thread = WatchThread(rank, size)
@@ -89,32 +100,39 @@ class WatchThread(threading.Thread):
 
     def run(self) -> None:
         """Watches until `stop`, or until the process group has ended."""
+        text = "has left the process group"
         try:
-            while not self._is_stopped and self._watches_world():
-                entries = self._link.read(_POLL_S)
+            while not self._shall_end and self._watches_world():
+                entries = self._link.read(_EXIT_POLL_S if self.exits.is_pending else _POLL_S)
                 with self.changed:
                     self._look(entries)
                     self.changed.notify_all()
         except Exception:  # it must not end the process
+            text = "has no watchdog any more"
             if not sys.is_finalizing():
                 _log.exception("rank %d: the watchdog has failed.", self.rank)
         finally:
-            if self.rank not in self.exits.by_rank:
-                self.send({"kind": "end", "rank": self.rank, "text": "has left the process group"})
-            self._link.close()
-            self._world = None  # so that its connections are freed
+            if not self._ends_with_process:
+                self.send({"kind": "end", "rank": self.rank, "text": text})
+                self._link.close()
+            with self.changed:
+                self._has_ended = True
+                self.changed.notify_all()
 
     def _look(self, entries: Iterable[Entry]) -> None:
         """Acts on what has happened since the last look."""
+        while self._removed:
+            self._watchdogs.pop(self._removed.popleft(), None)
         actions: list[Callable[[], object]] = [lambda: self._send(self.exits.find())]
         actions += [watchdog.look for watchdog in self._watchdogs.values()]
         actions += [lambda: self._send(self._reports.poll(self.present_wait()))]
-        for action in [*(_bound(self._take, entry) for entry in entries), *actions]:
+        actions[:0] = [partial(self._take, entry) for entry in entries]
+        for action in actions:
             try:
                 action()
-            except Exception:  # keep watching: nothing else would end a wait
-                if not sys.is_finalizing() and not self._has_failed:
-                    self._has_failed = True
+            except Exception as error:  # keep watching: nothing else would end a wait
+                if not sys.is_finalizing() and type(error) not in self._logged:
+                    self._logged.add(type(error))
                     _log.exception("rank %d: a check of the watchdog has failed.", self.rank)
 
     def _take(self, entry: Entry) -> None:
@@ -126,13 +144,25 @@ class WatchThread(threading.Thread):
         elif kind == "deadlock":
             for watchdog in self._watchdogs.values():
                 watchdog.take(entry)
+        elif kind == "meet":
+            self._meet(entry["meeting"], entry["by"])
+        elif kind == "met":
+            self._is_met.add(entry["meeting"])
         elif (named := self._watchdogs.get(entry["name"])) is not None:
             named.take(entry)
         elif int(entry["name"]) > self._num_named:
             self._early.append(entry)
 
+    def _meet(self, meeting: str, rank: int) -> None:
+        """On rank 0: a rank has come to a meeting."""
+        come = self._met.setdefault(meeting, set())
+        come.add(rank)
+        if len(come) == self._size:
+            del self._met[meeting]
+            self.send({"kind": "met", "meeting": meeting})
+
     def _watches_world(self) -> bool:
-        return dist.is_initialized() and dist.group.WORLD is self._world
+        return dist.is_initialized() and dist.group.WORLD is self._world()
 
     def _status(self) -> RankStatus:
         wait = self.present_wait()
@@ -144,6 +174,16 @@ class WatchThread(threading.Thread):
         return RankStatus.of(self._main, wait, moment, counts)
 
     # ---------------------------------------------------------------- from any thread
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether the thread runs, and not in another process: this one may be a fork."""
+        return self.is_alive() and not self._has_ended
+
+    @property
+    def is_main(self) -> bool:
+        """Whether the thread that runs the user's code calls this."""
+        return threading.get_ident() == self._main
 
     def present_wait(self) -> Wait | None:
         """What this process waits for."""
@@ -159,15 +199,26 @@ class WatchThread(threading.Thread):
 
     def wait_for(self, is_so: Callable[[], object], seconds: float) -> bool:
         """Waits until `is_so`, at most `seconds`; not at all in this thread, or if it has ended."""
-        if threading.current_thread() is self or not self.is_alive():
+        if threading.current_thread() is self or not self.is_watching:
             return bool(is_so())
         with self.changed:
-            self.changed.wait_for(lambda: is_so() or not self.is_alive(), seconds)
+            self.changed.wait_for(lambda: is_so() or not self.is_watching, seconds)
             return bool(is_so())
+
+    def meet(self) -> str:
+        """Comes to the next meeting of all ranks, and returns its name. See `has_met`."""
+        self._num_meetings += 1
+        self.send({"kind": "meet", "meeting": str(self._num_meetings)})
+        return str(self._num_meetings)
+
+    def has_met(self, meeting: str) -> bool:
+        """Whether all ranks have come to a meeting; True without a thread, which cannot know."""
+        return meeting in self._is_met or not self.is_watching
 
     def add(self, watchdog: _Watchdog, describe_exit: Callable[[int], str | None] | None) -> str:
         """Adds a watchdog; returns its name, which is the same on every rank."""
         with self.changed:
+            self._main = threading.get_ident()
             self._num_named += 1
             self._watchdogs[name := str(self._num_named)] = watchdog
             if describe_exit is not None:
@@ -177,31 +228,27 @@ class WatchThread(threading.Thread):
                 self._take(entry)
             return name
 
-    def remove(self, watchdog: _Watchdog) -> None:
-        """Removes a watchdog; it is never called again."""
-        if not self.is_alive():  # such as in a fork, where the lock may be held
-            return
-        with self.changed:
-            self._watchdogs = {n: w for n, w in self._watchdogs.items() if w is not watchdog}
+    def remove(self, name: str) -> None:
+        """Removes a watchdog. Takes no lock: garbage collection may call it at any point."""
+        self._removed.append(name)
 
     def end_with_process(self) -> None:
         """Reports that this rank's script is over to the ranks that wait for it, and stops."""
-        if self.is_alive():
+        self._ends_with_process = True
+        if self.is_watching:
             error = getattr(sys, "last_value", None)  # the exception that ended the script
-            text = END_OF_SCRIPT if error is None else f"raised {summary(error)}"
-            for watchdog in list(self._watchdogs.values()):
-                watchdog.finish(with_process=True)
-            self.send({"kind": "end", "rank": self.rank, "text": text})
-            self.wait_for(lambda: self.rank in self.exits.by_rank, ANSWER_S)
+            if error is None:
+                for watchdog in list(self._watchdogs.values()):
+                    watchdog.finish()
+                self.send({"kind": "end", "rank": self.rank, "text": END_OF_SCRIPT})
+            else:
+                text = f"raised {summary(error)}"
+                self.send({"kind": "dead", "rank": self.rank, "text": text})
         self.stop()
 
     def stop(self) -> None:
         """Ends the thread. Stopping twice is harmless."""
-        self._is_stopped = True
+        self._shall_end = True
         self._link.wake()
         if threading.current_thread() is not self and self.is_alive():
             self.join(ANSWER_S)
-
-
-def _bound(action: Callable[[Entry], object], entry: Entry) -> Callable[[], object]:
-    return lambda: action(entry)

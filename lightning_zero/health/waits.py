@@ -28,6 +28,7 @@ __all__ = [
 
 _NUM_LINES = 3
 _WORLD = "world"  # a group of a `RankStatus`
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")  # by faulthandler
 _PEER_TO_PEER = {"batch_isend_irecv", "irecv", "isend", "recv", "send"}
 _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 _NOT_USERS = tuple(
@@ -131,8 +132,12 @@ def stack_of(thread: int) -> list[Line]:
             if head := re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", line):
                 is_wanted = int(head[1], 16) == thread
             elif is_wanted and (call := re.match(r'  File "(.*)", line (\S+) in (.*)', line)):
-                found.append(Line(*call.groups()))
+                found.append(Line(*(_ESCAPED.sub(_unescape, part) for part in call.groups())))
     return found
+
+
+def _unescape(escaped: re.Match[str]) -> str:
+    return chr(int(escaped[1] or escaped[2] or escaped[3], 16))
 
 
 def user_lines(stack: Sequence[Line]) -> tuple[str, ...]:

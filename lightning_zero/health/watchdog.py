@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -43,6 +43,7 @@ from lightning_zero.health.failures import (
     is_transport_error,
     may_be_transport_error,
     print_now,
+    silence_error,
     summary,
 )
 from lightning_zero.health.link import Entry
@@ -50,11 +51,11 @@ from lightning_zero.health.runs import Runs
 from lightning_zero.health.thread import ANSWER_S, WatchThread
 from lightning_zero.health.tracebacks import print_user_frames
 from lightning_zero.health.waits import Wait, announced_waits
-from lightning_zero.health.world import disconnect_groups
+from lightning_zero.health.world import DEFAULT_TIMEOUT, disconnect_groups
 
 __all__ = ["Watchdog"]
 
-_CAUSE_S = 2.0  # from a closed connection until its cause is known
+_CAUSE_S = 5.0  # from a closed connection until its cause is known
 _END_CONFIRM_S = 3.0  # of a wait for a rank that has ended well: its messages may still arrive
 _SAME_ERROR_S = 1.0  # in which a rank that waits may raise the same exception as another one
 _BUSY_S = 5.0  # the same for a rank that computes: it may wait for a device
@@ -66,7 +67,7 @@ _T = TypeVar("_T")
 
 
 class Watchdog:
-    """Watches the other ranks on behalf of the thread that makes it.
+    """Watches the other ranks, for an engine or a Trainer.
 
     Every rank makes one at the same point, and ends it by `stop` or with the process. Without
     other ranks there is nothing to watch.
@@ -105,8 +106,9 @@ class Watchdog:
         self._ends_own_waits = False  # an exception of this rank ends its own waits, too
         self._is_disconnected = False  # no collective is possible on any group of this process
         self._is_needed = True  # until `finish`: this rank needs the others
+        self._ending: threading.Thread | None = None  # calls `_failure_callbacks`
         self._left: set[int] = set()  # ranks that need no other any more
-        self._firsts: dict[str, int] = {}  # see `first_with`
+        self._firsts: dict[tuple[int, str], int] = {}  # see `first_with`
         self._thread: WatchThread | None = None
         self._lock: AbstractContextManager[Any] = nullcontext()  # the thread's
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
@@ -131,7 +133,7 @@ class Watchdog:
         return self.runs.death is not None or self._is_disconnected
 
     def add_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Registers `callback`, a bound method, to be called at a failure, from another thread.
+        """Registers `callback`, a bound method, to be called at a failure, in a thread of its own.
 
         It must end every wait. Its object is referenced weakly.
         """
@@ -143,6 +145,8 @@ class Watchdog:
             self._failure_callbacks = [
                 known for known in self._failure_callbacks if known() not in (None, callback)
             ]
+        if self._ending is not None and self._ending is not threading.current_thread():
+            self._ending.join()
 
     def set_status_source(self, describe: Callable[[], str]) -> None:
         """Sets `describe`, a bound method called from another thread: what the engine is doing."""
@@ -188,7 +192,9 @@ class Watchdog:
             self.wait_for_failure(wait)
         self.raise_if_failed()
         if may_be_transport:
-            raise desync_error(self._rank, wait.name, error) from error
+            is_silent = self.first_with(f"{wait.name} at {time.monotonic()}") is None
+            make = silence_error if is_silent and self._thread is not None else desync_error
+            raise make(self._rank, wait.name, error) from error
         # else an error of this rank alone, such as one of pickling
 
     def raise_if_failed(self) -> None:
@@ -198,7 +204,7 @@ class Watchdog:
         """
         failure = self.failure
         if failure is not None:
-            self._is_raised = True
+            self._is_raised = self._is_raised or self._thread is None or self._thread.is_main
             kind = DeadlockError if failure.rank is None else PeerFailedError
             raise self._own_error or kind(failure.explain_to(self._rank)) from None
 
@@ -239,12 +245,16 @@ class Watchdog:
             self.wait_for_failure()  # another rank is the cause
         if self.failure is None:
             text = "stopped" if error is None else f"raised {summary(error)}"
-            self._send("abort", lambda: self.failure, text=f"rank {self._rank} {text}")
+            # An error about other ranks that this one has not found itself is a consequence.
+            is_cause = type(error) is not DesynchronizedError or error is self._own_error
+            text = f"rank {self._rank} {text}"
+            self._send("abort", lambda: self.failure, text=text, is_cause=is_cause)
 
     def first_with(self, key: str) -> int | None:
         """Returns the rank that was the first to call this with `key`; None: it is not known."""
-        self._send("first", lambda: key in self._firsts, key=key)
-        return self._firsts.get(key)
+        place = self.runs.number, key
+        self._send("first", lambda: place in self._firsts, key=key)
+        return self._firsts.get(place)
 
     def begin_run(self, deadline: timedelta) -> bool:
         """After `abort`: waits until every rank has called this, without process groups.
@@ -278,22 +288,18 @@ class Watchdog:
                 self._end_waits()
         return True
 
-    def finish(self, *, with_process: bool = False) -> None:
-        """Ends this rank's part: it no longer needs the others, nor they this rank.
-
-        After a failure they may still learn from the end of its process, unless it is
-        `with_process` that this rank finishes: then its last words describe it.
-        """
+    def finish(self) -> None:
+        """Ends this rank's part: it no longer needs the others, nor they this rank."""
         self._send("gone")
-        if with_process or self.failure is None:
-            self._send("left", lambda: self._rank in self._left)
-        self._is_needed = False
+        if self.failure is None:  # else the end of its process is a failure as well
+            self._send("left")
         self.stop()
 
     def stop(self) -> None:
-        """Stops the watchdog. Stopping twice is harmless."""
+        """Stops the watchdog. Stopping twice is harmless. Takes no lock."""
+        self._is_needed = False
         if self._thread is not None:
-            self._thread.remove(self)
+            self._thread.remove(self.name)
 
     def _send(self, kind: str, is_done: Callable[[], object] = lambda: True, **entry: Any) -> None:
         """Appends an entry to the log, and waits until `is_done`, which reading it brings about."""
@@ -302,21 +308,24 @@ class Watchdog:
             self._thread.send({"kind": kind, **number, **entry})
             self._thread.wait_for(is_done, ANSWER_S)
 
-    def run(self, name: str, action: Callable[[], _T]) -> _T:
+    def run(self, name: str, action: Callable[[], _T], timeout: timedelta | None) -> _T:
         """Calls `action`, which makes a process group, and ends if a rank fails. Collective.
 
-        Torch waits for all ranks where nothing can wake it before its timeout: so a thread, which
-        may be abandoned, does.
+        All ranks meet first. Then torch waits for them where nothing can wake it before its
+        timeout: so a thread does, which is abandoned if a rank dies at this moment.
 
         Args:
             name: What it waits for, such as "a process group".
             action: Called in the other thread, with this thread's device.
+            timeout: For all ranks to meet; None: torch's default.
 
         Raises:
             PeerFailedError: A rank has failed; `action` may still run.
+            DesynchronizedError: Some rank has not come.
         """
         if self._thread is None:
             return action()
+        thread = self._thread
         device = torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
         outcome: futures.Future[_T] = futures.Future()
 
@@ -329,6 +338,12 @@ class Watchdog:
                 outcome.set_exception(error)
 
         with self.waiting(name):
+            meeting = thread.meet()
+            until = time.monotonic() + (timeout or DEFAULT_TIMEOUT).total_seconds()
+            while not thread.wait_for(lambda: thread.has_met(meeting), _LOOK_S):
+                self.raise_if_failed()
+                if time.monotonic() > until:
+                    raise desync_error(self._rank, name, TimeoutError("some rank has not come"))
             threading.Thread(target=call, daemon=True, name="lightning-zero-group").start()
             while not futures.wait([outcome], _LOOK_S).done:
                 self.raise_if_failed()
@@ -340,7 +355,7 @@ class Watchdog:
         """Takes an entry of the log."""
         kind, by = entry["kind"], entry["by"]
         if kind == "first":
-            self._firsts.setdefault(entry["key"], by)
+            self._firsts.setdefault((entry["epoch"], entry["key"]), by)
         elif kind == "left":
             self._left.add(by)
         elif kind == "deadlock":
@@ -369,7 +384,13 @@ class Watchdog:
         for rank, end in thread.exits.by_rank.items():
             if rank == self._rank:
                 continue
-            is_missed = wait is not None and is_own and _cannot_end(wait, end.since, now)
+            is_missed = (
+                wait is not None
+                and is_own
+                and _cannot_end(
+                    wait, now - end.since, now - wait.since, is_over=rank in thread.exits.over
+                )
+            )
             is_failure = is_missed or (end.is_death and rank not in self._left)
             if is_failure and self.runs.record_death(rank, f"rank {rank} {end.text}"):
                 self._end_waits()
@@ -391,25 +412,48 @@ class Watchdog:
         """Ends all waits in the engine after a failure."""
         self._has_failed = True
         self._failed_at = time.monotonic()
-        for known in self._failure_callbacks:
-            if (callback := known()) is not None:
-                callback()
+        callbacks = [known() for known in self._failure_callbacks]
+        self._end_aside([callback for callback in callbacks if callback is not None])
+
+    def _end_aside(self, actions: Sequence[Callable[[], None]]) -> None:
+        """Calls `actions` in a thread: an abort of NCCL takes seconds, in which entries arrive."""
+
+        def call(before: threading.Thread | None) -> None:
+            if before is not None:
+                before.join()
+            for action in actions:
+                action()
+
+        self._ending = threading.Thread(
+            target=call, args=(self._ending,), daemon=True, name="lightning-zero-end"
+        )
+        self._ending.start()
 
     def _end_other_waits(self, wait: Wait | None) -> None:
         """Ends waits outside the engine's groups, such as in a collective of the user's."""
         if self._failed_at is None or self._is_disconnected:
             return
         is_waiting = wait is not None and not wait.is_engine_group
-        is_lost = self.runs.death is not None or is_waiting or not self._is_raised
-        if is_lost and time.monotonic() - self._failed_at > _SETTLE_S:
+        is_others = self.failure is not None and self.failure.rank != self._rank
+        is_lost = self.runs.death is not None or (is_others and not self._is_raised)
+        if (is_lost or is_waiting) and time.monotonic() - self._failed_at > _SETTLE_S:
             self._is_disconnected = True
-            disconnect_groups(list(dist.distributed_c10d._world.pg_map))
+            groups = list(dist.distributed_c10d._world.pg_map)
+            self._end_aside([partial(disconnect_groups, groups)])
 
 
-def _cannot_end(wait: Wait, ended_at: float, now: float) -> bool:
-    """Whether a wait will not end because a rank has ended at `ended_at`, though not by a fault."""
-    is_too_long = now - max(wait.since, ended_at) > _END_CONFIRM_S
-    return wait.has_failed or (is_too_long and not wait.is_one_way)
+def _cannot_end(wait: Wait, ended_s: float, waited_s: float, *, is_over: bool) -> bool:
+    """Whether a wait will not end because a rank has ended, though not by a fault.
+
+    Args:
+        wait: The wait.
+        ended_s: Seconds since the last words of that rank.
+        waited_s: Seconds of the wait.
+        is_over: Whether its process has ended: else its exit code may still come.
+    """
+    if wait.has_failed:
+        return is_over or ended_s > _END_CONFIRM_S
+    return min(ended_s, waited_s) > _END_CONFIRM_S and not wait.is_one_way
 
 
 @contextmanager

@@ -83,4 +83,4 @@ def test_the_limit_of_open_files_grows_with_the_ranks():
     for size in (2, 512):
         (((soft, left), hard),) = run_ranks(1, _limit_after, size, has_group=False)
         assert left == hard
-        assert soft == min(1024 + 8 * size, hard if hard > 0 else 10**9)
+        assert soft == min(1024 + 9 * size, hard if hard > 0 else 10**9)

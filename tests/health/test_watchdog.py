@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
+from lightning_zero.health import link, thread
 from lightning_zero.health.exits import describe_exit
 from lightning_zero.health.failures import DesynchronizedError, PeerFailedError
 from lightning_zero.health.reports import report
@@ -680,7 +682,7 @@ def _make_a_group_alone(rank, world_size, port):
         return None
     failing = pytest.raises(PeerFailedError)
     with failing as caught:
-        watchdog.run("a process group", dist.new_group)
+        watchdog.run("a process group", dist.new_group, None)
     return str(caught.value)
 
 
@@ -715,6 +717,51 @@ def test_what_no_rank_can_have_sent_is_skipped_and_logged():
     assert "is not readable and is skipped" in logged
 
 
+def _send_many(rank, world_size):
+    watchdog = Watchdog(rank=rank, size=world_size)
+    if rank == 1:
+        for number in range(2000):
+            watchdog._thread.send({"kind": "end", "rank": 1, "text": str(number)})
+    watchdog.first_with("a traceback")  # answered by rank 0 after all that is above
+    dist.barrier()
+    watchdog._thread.stop()
+    return watchdog._thread.exits.by_rank[1].text, watchdog._thread.is_alive()
+
+
+def test_many_entries_at_once_do_not_block_and_the_thread_can_be_stopped():
+    assert run_ranks(2, _send_many) == [("0", False)] * 2
+
+
+def _die_on_another_node(rank, world_size, pace=PACE):
+    Pace(pace)
+    link.node_of_process = thread.node_of_process = lambda: f"node {rank}"
+    engine, backward = _engine()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with engine.comm.control.waiting("a rank that is never named by its connection"):
+        while engine.comm.control.watchdog.failure is None:
+            time.sleep(0.05)
+    raise AssertionError(_error_of(backward)[0])
+
+
+def test_a_death_on_another_node_is_known_by_its_connection():
+    with pytest.raises(RankError, match=r"rank [02] stops because rank 1 has died"):
+        run_ranks(3, _die_on_another_node, timeout_s=30)
+
+
+def _miss_rank_0(rank, world_size):
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=1))
+    outcome = _error_of(_engine) if rank else None
+    dist.barrier()
+    return outcome
+
+
+def test_a_rank_0_without_an_engine_is_named():
+    _, (error, _) = run_ranks(2, _miss_rank_0)
+    assert error.startswith("RuntimeError: rank 1 waits for rank 0, which has not set up"), error
+
+
 def _stop_and_wait(rank, world_size):
     """Stops rank 0, which has the store; rank 1 continues it in the end."""
     dist.init_process_group("gloo")
@@ -728,7 +775,7 @@ def _stop_and_wait(rank, world_size):
         os.kill(os.getpid(), signal.SIGSTOP)
         watchdog.stop()
         return None
-    timer = threading.Timer(4, os.kill, (pids[0], signal.SIGCONT))
+    timer = threading.Timer(6, os.kill, (pids[0], signal.SIGCONT))
     timer.start()
     with watchdog.waiting("the other rank"):
         while watchdog.failure is None and timer.is_alive():
