@@ -65,15 +65,15 @@ class Row:
 def best_of(rows: Sequence[Row]) -> dict[str, Any] | None:
     """Values for JSON of the cheapest choice that fits; None: nothing fits."""
     fitting = [
-        (one, is_checkpointed)
+        (estimate, is_checkpointed)
         for is_checkpointed in (False, True)
-        for one in (row.checkpointed if is_checkpointed else row.plain for row in rows)
-        if one is not None and one.fits
+        for estimate in (row.checkpointed if is_checkpointed else row.plain for row in rows)
+        if estimate is not None and estimate.fits
     ]
     if not fitting:
         return None
     # Least time first; for equal time without checkpointing, which computes forward twice.
-    best, is_checkpointed = min(fitting, key=lambda one: (one[0].cost[0], one[1], one[0].cost))
+    best, is_checkpointed = min(fitting, key=lambda row: (row[0].cost[0], row[1], row[0].cost))
     config = best.choice.config
     if is_checkpointed:
         config = config.replace(activation_checkpointing=True)
@@ -223,7 +223,7 @@ def _worth_reading(rows: Sequence[Row], best: Any) -> list[Row]:
             for other in fitting
             if other is not row
         )
-        return any(one != own and one[0] <= own[0] and one[1] <= own[1] for one in others)
+        return any(other != own and other[0] <= own[0] and other[1] <= own[1] for other in others)
 
     return [
         row
@@ -356,9 +356,11 @@ def _verdict(summary: Mapping[str, Any], rows: Sequence[Row], best: Any) -> Iter
         return
     estimates = [row.chosen for row in rows]
     yield "nothing fits; closest choices, with activation checkpointing if possible:"
-    for one in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
-        missing = ", ".join(f"{format_bytes(n)} of {name}" for name, n in one.missing_bytes.items())
-        yield _wrapped(f"  {one.choice.name}: {missing} missing")
+    for estimate in sorted(estimates, key=lambda e: sum(e.missing_bytes.values()))[:3]:
+        missing = ", ".join(
+            f"{format_bytes(n)} of {name}" for name, n in estimate.missing_bytes.items()
+        )
+        yield _wrapped(f"  {estimate.choice.name}: {missing} missing")
 
 
 def _trainer(summary: Mapping[str, Any], best: Any) -> str:

@@ -53,7 +53,9 @@ def gathered(
         accesses[0].lockstep.barrier("lightning_zero.gathered(...)")
     with ExitStack() as stack:
         if writeback:
-            buckets = [one.bucket for one in accesses if not one.bucket.has_views_installed]
+            buckets = [
+                access.bucket for access in accesses if not access.bucket.has_views_installed
+            ]
             stack.enter_context(_writable(buckets, from_rank))
         else:
             stack.enter_context(_reading(accesses))
@@ -122,8 +124,8 @@ def uneven_calls(module: nn.Module) -> Iterator[None]:
             found[lockstep_of(parameter)] = None
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for one in found:
-            stack.enter_context(one.uneven_step())
+        for access in found:
+            stack.enter_context(access.uneven_step())
         yield
 
 
@@ -228,15 +230,15 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
     def changes() -> tuple[int, _Changes]:
         found = {
             (number, name): digest
-            for number, one in enumerate(writable)
-            for name, digest in one.changes().items()
+            for number, access in enumerate(writable)
+            for name, digest in access.changes().items()
         }
         return from_rank, found
 
     gather = control.gather_objects
     _check_one_writer(run_on_all_ranks(changes, gather=gather, what="take the new values"))
-    for one in writable:
-        one.broadcast_from(from_rank)
+    for access in writable:
+        access.broadcast_from(from_rank)
 
 
 def _digest(tensor: Tensor) -> _Digest:

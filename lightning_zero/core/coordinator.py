@@ -378,9 +378,6 @@ class StepCoordinator:
 
     def _begin_backward_pass(self, trainable: tuple[bool, ...]) -> None:
         """Begins the backward of the open pass, or a pass. Collective."""
-        if self._unsharder.is_needed:
-            self._order.wait_for_begin()
-        self._reducer.note_last_pass()
         self._order.begin_backward(trainable, "a backward", self._reducer.eager(trainable))
 
     def pre_backward(self, unit: Unit, call: Call) -> None:

@@ -266,13 +266,13 @@ class NonfiniteGuard:
     def _receive(self, *, waits: bool) -> None:
         """Takes the results of earlier looks on a device."""
         copies, self._copies = self._copies, []
-        for one in copies:
+        for transfer in copies:
             if waits:
-                one.copied.synchronize()
-            elif not one.copied.query():
-                self._copies.append(one)
+                transfer.copied.synchronize()
+            elif not transfer.copied.query():
+                self._copies.append(transfer)
                 continue
-            for look, maximum in zip(one.looks, one.maxima.tolist(), strict=True):
+            for look, maximum in zip(transfer.looks, transfer.maxima.tolist(), strict=True):
                 if maximum != maximum:
                     self._add(_Found(look, None, 0))
                 elif maximum == torch.inf:

@@ -2,17 +2,16 @@
 
 [Note: Collective order] Every rank issues the same all-gathers and reductions, its *events*, in the
 same order. No rank decides an event alone. A *pass* is the work between two boundaries: in training
-a forward with its backward, otherwise a forward. Its *key* is its kind, the parameters that train
-and, in training, the all-gathers of the training pass before it and the units that any rank used.
+a forward with its backward, otherwise a forward. Its *key* is its kind and the parameters that
+train.
 
 * A pass without a schedule is *negotiated*. A rank that needs a unit requests it in a round
   (comm/rounds.py). The lowest request of all ranks comes first, and every rank takes part in that
   all-gather. The round also carries how many reductions, in `reduction_order`, every rank is ready
   for; all ranks then issue these. A rank that has ended its pass answers until all have. So rounds
   decide all events, and every rank logs the same ones.
-* The first log of a key becomes its *recorded schedule* if all ranks have requested the same units
-  in it, with all-gathers moved ahead of reductions (`hoist_all_gathers` in passes.py); so does any
-  log that occurs twice in a row. A log that lacks reductions is not recorded: the ranks did not
+* Its log becomes the *recorded schedule* of its key, with all-gathers moved ahead of reductions
+  (`hoist_all_gathers` in passes.py). A log that lacks reductions is not recorded: the ranks did not
   know in advance which gradients there would be. The next pass with this key has no rounds: every
   rank replays the schedule. It issues an event when it needs it, is ready for it, or needs a later
   one.
@@ -38,9 +37,9 @@ Why this does not deadlock:
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
    same on all ranks. Key and the history of calls are compared in the round that begins the pass.
    A rank waits for this round before its first event, unless no other rank can still request units
-   of the pass before, and the key is the expected one (`RecordedSchedules.expected_key`), which is
-   the same on all ranks. So all ranks that do not wait follow the same schedule. A rank with
-   another key waits, and the mismatch ends the waits of all ranks with an error.
+   of the pass before, and the last training pass had this key and a schedule. So all ranks that do
+   not wait follow the same schedule. A rank with another key waits, and the mismatch ends the waits
+   of all ranks with an error.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -147,14 +146,6 @@ class CollectiveOrder:
         return self._pass is not None and self._pass.is_training
 
     @property
-    def last_pass(self) -> int:
-        """Hash of the last training pass, on which the next one may depend; 0: it does not.
-
-        The same on every rank if the pass that is open has begun.
-        """
-        return self._recorded.last if self._has_units else 0
-
-    @property
     def _is_synchronized(self) -> bool:
         """Whether no rank is in a pass that this rank has ended."""
         return self._pass is None and self._ended is None and not self.allows_uneven_calls
@@ -170,45 +161,41 @@ class CollectiveOrder:
         self._finish_pass()
         self._rounds.set_flags(bytes(flags or ()))
         self._flags_hash = None if flags is None else hash_of(bytes(flags))
-        key = one_kind = hash_of(kind, self._flags_hash)
-        is_expected = False
-        if flags is not None:
-            key = self._recorded.training_key(one_kind)
-            is_expected = is_synchronized and key == self._recorded.expected_key()
+        key = hash_of(kind, self._flags_hash)
+        is_repeated = is_synchronized and self._recorded.is_repeated(key)
         vote, used = self._vote(Request(RequestKind.BEGIN), key), self._used()
         self._pass = Pass(
             self._events,
-            one_kind,
             key,
             is_training=flags is not None,
             is_uneven=self.allows_uneven_calls,
-            schedule=self._recorded.schedule_of(key) if is_expected else None,
-            is_begun=is_expected,
-            pending=self._rounds.begin(vote, kind, used, is_awaited=not is_expected),
+            schedule=self._recorded.schedule_of(key) if is_repeated else None,
+            is_begun=is_repeated,
+            pending=self._rounds.begin(vote, kind, used, is_awaited=not is_repeated),
         )
 
     def wait_for_begin(self) -> None:
-        """Waits until all ranks have begun this pass, unless it was expected."""
+        """Waits until all ranks have begun the open pass, unless it repeats the last one."""
         if self._pass is not None:
             self._wait_for_begin()
 
     def _wait_for_begin(self) -> Pass:
         """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
-        one = self._pass
-        if one is None:
-            one = self._pass = Pass(self._events)
-        if one.is_begun:
-            return one
-        assert one.pending is not None
+        current = self._pass
+        if current is None:
+            current = self._pass = Pass(self._events)
+        if current.is_begun:
+            return current
+        assert current.pending is not None
         name = "the beginning of a pass"
-        tally = self._rounds.wait(one.pending, name)
+        tally = self._rounds.wait(current.pending, name)
         while tally.request.kind < RequestKind.BEGIN:
             self._execute(tally)
-            tally = self._run_round(Request(RequestKind.BEGIN), name, one.key)
+            tally = self._run_round(Request(RequestKind.BEGIN), name, current.key)
         self._record(tally)
-        key = one.key if tally.is_same("key") else None
-        one.begin(key, self._recorded.schedule_of(key))
-        return one
+        key = current.key if tally.is_same("key") else None
+        current.begin(key, self._recorded.schedule_of(key))
+        return current
 
     def begin_backward(
         self, flags: Sequence[bool], kind: str, reduction_order: Sequence[int]
@@ -227,11 +214,11 @@ class CollectiveOrder:
             self.barrier(kind)  # a rank that has left has no gradients: all ranks get an error
         if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
-        one = self._pass
-        assert one is not None
-        if self._has_units and not one.in_backward:
-            self._advance_past(one, self._events.backward)
-        one.begin_backward(reduction_order, has_units=self._has_units)
+        current = self._pass
+        assert current is not None
+        if self._has_units and not current.in_backward:
+            self._advance_past(current, self._events.backward)
+        current.begin_backward(reduction_order, has_units=self._has_units)
 
     def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
         """Ends a backward with a boundary; `conclude_backward` follows. Collective.
@@ -269,15 +256,15 @@ class CollectiveOrder:
     def _finish_pass(self) -> None:
         """Issues the rest of the schedule, at the end of the pass on this rank."""
         if self._pass is not None:
-            one = self._wait_for_begin()
-            self._advance(len(one.schedule or ()))
-            self._ended, self._pass = one, None
+            current = self._wait_for_begin()
+            self._advance(len(current.schedule or ()))
+            self._ended, self._pass = current, None
 
     def _record(self, tally: Tally, *, is_incomplete: bool = False) -> None:
         """Records the pass that a boundary has ended, the same on every rank."""
-        one, self._ended = self._ended, None
-        if one is not None:
-            self._recorded.record(one, tally, is_incomplete=is_incomplete)
+        current, self._ended = self._ended, None
+        if current is not None:
+            self._recorded.record(current, tally, is_incomplete=is_incomplete)
 
     # ---------------------------------------------------------------- events
 
@@ -297,21 +284,21 @@ class CollectiveOrder:
 
         The caller repeats it until the unit is unsharded.
         """
-        one = self._wait_for_begin()
-        if one.schedule is not None:
-            if self._advance_past(one, unit, is_needed=True):
+        current = self._wait_for_begin()
+        if current.schedule is not None:
+            if self._advance_past(current, unit, is_needed=True):
                 return
-            one.deviate()
-            self._advance(len(one.schedule))
+            current.deviate()
+            self._advance(len(current.schedule))
         kind = RequestKind.BACKWARD if is_backward else RequestKind.FORWARD
         tally = self._run_round(Request(kind, unit), f"the all-gather of unit {unit}")
         self._execute(tally, is_kept=True)
 
     def mark_ready(self, bucket: int) -> None:
         """Notes that `bucket` has all its gradients; it is reduced after those before it."""
-        one = self._wait_for_begin()
-        one.ready.add(bucket)
-        self._advance(one.ready_stop)
+        current = self._wait_for_begin()
+        current.ready.add(bucket)
+        self._advance(current.ready_stop)
 
     @property
     def next_unit(self) -> int | None:
@@ -320,10 +307,10 @@ class CollectiveOrder:
 
     def prefetch(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
-        one = self._wait_for_begin()
-        self._advance(one.cursor + 1, is_needed=True)
-        if one.ready:
-            self._advance(one.ready_stop)
+        current = self._wait_for_begin()
+        self._advance(current.cursor + 1, is_needed=True)
+        if current.ready:
+            self._advance(current.ready_stop)
 
     def upcoming(self) -> Iterator[int]:
         """Units that the schedule has still to unshard."""
@@ -333,9 +320,9 @@ class CollectiveOrder:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
         return self._pass is not None and self._pass.is_last_of_forward(unit)
 
-    def _advance_past(self, one: Pass, event: int, *, is_needed: bool = False) -> bool:
+    def _advance_past(self, current: Pass, event: int, *, is_needed: bool = False) -> bool:
         """Issues the schedule up to `event`, included, if it is still to come."""
-        position = one.position_of(event)
+        position = current.position_of(event)
         if position is None:
             return False
         self._advance(position + 1, is_needed=is_needed)
@@ -343,10 +330,10 @@ class CollectiveOrder:
 
     def _advance(self, stop: int, *, is_needed: bool = False) -> None:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
-        one = self._pass
-        assert one is not None
-        while one.cursor < stop and (event := one.issue_next()) is not None:
-            self._issue(event, is_kept=is_needed and one.cursor == stop)
+        current = self._pass
+        assert current is not None
+        while current.cursor < stop and (event := current.issue_next()) is not None:
+            self._issue(event, is_kept=is_needed and current.cursor == stop)
 
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
         """Issues an event, which the pass has logged."""
@@ -357,18 +344,20 @@ class CollectiveOrder:
 
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round decided: reductions that all are ready for, then the all-gather."""
-        one, request, num_ready = self._ended or self._pass, tally.request, tally.lowest.num_ready
+        current, request, num_ready = (
+            self._ended or self._pass,
+            tally.request,
+            tally.lowest.num_ready,
+        )
         is_unit = request.kind < RequestKind.BEGIN
-        if one is not None and is_unit:
-            one.compare(tally)
-        if one is not None and one.schedule is None:
+        if current is not None and current.schedule is None:
             if request.kind is RequestKind.BACKWARD or num_ready:
-                one.log_backward()
-            while (event := one.issue_reduction(num_ready)) is not None:
+                current.log_backward()
+            while (event := current.issue_reduction(num_ready)) is not None:
                 self._issue(event)
         if is_unit:
-            if one is not None:
-                one.log.append(request.number)
+            if current is not None:
+                current.log.append(request.number)
             self._issue(request.number, is_kept=is_kept)
 
     # ---------------------------------------------------------------- boundaries
@@ -378,7 +367,7 @@ class CollectiveOrder:
         is_barrier = kind is RequestKind.BARRIER
         call_hash = hash_of(name) if is_barrier else None
         self._rounds.set_call(name if is_barrier else "")
-        one = self._pass
+        current = self._pass
         self._finish_pass()
         while True:
             tally = self._run_round(Request(kind), name, call_hash)
@@ -397,22 +386,21 @@ class CollectiveOrder:
         self._received_stop_request = tally.stop_request
         if is_barrier:
             self.note(name)
-            if one is not None and one.is_training:
-                self._pass = self._rest_of(one, hash_of(one.kind, call_hash))
+            if current is not None and current.is_training:
+                key = None if current.key is None else hash_of(current.key, call_hash)
+                self._pass = self._rest_of(current, key)
 
-    def _rest_of(self, one: Pass, kind: int) -> Pass:
+    def _rest_of(self, current: Pass, key: int | None) -> Pass:
         """The rest of a training pass after a barrier, as a pass of its own."""
-        key = self._recorded.training_key(kind)
         return Pass(
             self._events,
-            kind,
             key,
             is_training=True,
-            is_uneven=one.is_uneven,
+            is_uneven=current.is_uneven,
             schedule=self._recorded.schedule_of(key),
-            in_backward=one.in_backward,
-            reduction_order=one.unreduced(),
-            ready=one.ready,
+            in_backward=current.in_backward,
+            reduction_order=current.unreduced(),
+            ready=current.ready,
         )
 
     def close_pass(self, name: str) -> None:
@@ -470,18 +458,18 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- rounds
 
     def _vote(self, request: Request, key: int | None = None) -> Vote:
-        one = self._ended or self._pass or Pass(self._events)
-        is_all = one.schedule is not None or request.kind >= RequestKind.DONE
+        current = self._ended or self._pass or Pass(self._events)
+        is_all = current.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls
         return Vote(
             request.pack(),
             key,
-            len(one.reduction_order) if is_all else one.num_ready,
+            len(current.reduction_order) if is_all else current.num_ready,
             self._flags_hash if is_compared else None,
             self._history if is_compared else None,
             self._stop_request(),
-            one.has_deviated,
+            current.has_deviated,
             self.allows_uneven_calls,
         )
 

@@ -96,14 +96,14 @@ class ParamGrads:
             shape = self._slots[index].shape
             stand_in = torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
             hidden.append(HiddenGrad(index, grad, stand_in))
-        self.set([one.index for one in hidden], [one.stand_in for one in hidden])
+        self.set([entry.index for entry in hidden], [entry.stand_in for entry in hidden])
         return hidden
 
     def show(self, hidden: Sequence[HiddenGrad]) -> None:
         """Undoes `hide`, except for gradients that were set or dropped since."""
         now = self.read()
-        kept = [one for one in hidden if now[one.index] is one.stand_in]
-        self.set([one.index for one in kept], [one.grad for one in kept])
+        kept = [entry for entry in hidden if now[entry.index] is entry.stand_in]
+        self.set([entry.index for entry in kept], [entry.grad for entry in kept])
 
     def set(self, slots: Iterable[int], grads: Iterable[Tensor]) -> None:
         """Sets `.grad` of `slots`, wherever `.data` points.

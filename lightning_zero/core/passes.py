@@ -64,8 +64,7 @@ class Pass:
     """Progress of this rank through one pass."""
 
     events: Events
-    kind: int = 0  # hash of the kind and of the parameters that train
-    key: int | None = None  # None: the pass is not recorded
+    key: int | None = None  # hash of its kind and of the parameters that train; None: not recorded
     is_training: bool = False
     is_uneven: bool = False  # other ranks may make fewer passes
     schedule: tuple[int, ...] | None = None  # events to issue, in order
@@ -78,7 +77,6 @@ class Pass:
     log: list[int] = field(default_factory=list, init=False)  # events issued
     num_reduced: int = field(default=0, init=False)  # of `reduction_order`, without a schedule
     used: bytearray = field(init=False)  # flags of the units that this rank used: see `Events`
-    is_same_on_all_ranks: bool = field(default=True, init=False)  # they requested the same units
     has_deviated: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +134,7 @@ class Pass:
 
     def begin(self, key: int | None, schedule: tuple[int, ...] | None) -> None:
         """All ranks have begun the pass, with this key."""
-        self.key, self.is_begun, self.is_same_on_all_ranks = key, True, True
+        self.key, self.is_begun = key, True
         self.log.clear()  # of a pass that failed on this rank first, and on others later
         if self.schedule is None:
             self.schedule = schedule
@@ -188,39 +186,13 @@ class Pass:
         """This rank needs a unit that is not in the rest of the schedule."""
         self.has_deviated = True
 
-    def compare(self, tally: Tally) -> None:
-        """Notes whether all ranks have requested the same unit in a round."""
-        self.is_same_on_all_ranks &= tally.lowest.request == tally.highest.request
 
-
+@dataclass
 class _Recording:
-    """Recorded schedule of one pass key.
+    """What is recorded of one pass key."""
 
-    Attributes:
-        schedule: The schedule; None: there is none, or it has been dropped.
-        digest: Hash of the all-gathers of the last pass without a schedule.
-    """
-
-    def __init__(self) -> None:
-        self.schedule: tuple[int, ...] | None = None
-        self.digest: int | None = None
-        self._gathered = b""  # units that the schedule unshards, in the form of `Pass.used`
-        self._num_mismatches = 0  # in a row
-
-    def log(self, digest: int, schedule: tuple[int, ...] | None, events: Events) -> None:
-        """Notes a pass without a schedule; adopts `schedule`, which was made of its log."""
-        self.digest = digest
-        if schedule is None:
-            return
-        self.schedule, self._num_mismatches = schedule, 0
-        self._gathered = events.uses(schedule)
-
-    def replay(self, used: bytes, *, has_deviated: bool) -> None:
-        """Judges the schedule after a pass; drops it after several passes without a match."""
-        is_match = not has_deviated and not any(map(gt, self._gathered, used))
-        self._num_mismatches = 0 if is_match else self._num_mismatches + 1
-        if self._num_mismatches == _MAX_MISMATCHES:
-            self.schedule = None
+    schedule: tuple[int, ...] | None = None  # None: there is none, or it has been dropped
+    num_mismatches: int = 0  # passes in a row that did not match the schedule
 
 
 class RecordedSchedules:
@@ -229,10 +201,6 @@ class RecordedSchedules:
     Args:
         numels: Elements of each unit.
         prefetch_numel: See `hoist_all_gathers`.
-
-    Attributes:
-        last: Hash of the all-gathers of the last training pass, and of the units that any rank used
-            in it; 0: there was none.
     """
 
     def __init__(self, numels: Sequence[int], prefetch_numel: int | None) -> None:
@@ -240,82 +208,46 @@ class RecordedSchedules:
         self._has_units = any(numels)
         self._prefetch_numel = prefetch_numel
         self._recordings: dict[int, _Recording] = {}
-        self.last = 0
-        # Key of the last training passes, and how many in a row had it.
-        self._run: tuple[int | None, int] = (None, 0)
-        self._changes: dict[tuple[int | None, int], int] = {}  # the other key that followed a run
+        self._last: int | None = None  # key of the last training pass
 
-    def training_key(self, kind: int) -> int:
-        """Key of a training pass of this kind that begins now."""
-        return hash_of(kind, self.last)
-
-    def expected_key(self) -> int | None:
-        """Key that the next training pass is expected to have; None: unknown.
-
-        A pass repeats the key of the pass before, unless another key followed last time after as
-        many equal passes: so do micro-batches of a step, and the passes of a GAN.
-        """
-        return self._changes.get(self._run, self._run[0])
+    def is_repeated(self, key: int) -> bool:
+        """Whether the last training pass had this key, and all ranks know its events."""
+        return key == self._last and (not self._has_units or self.schedule_of(key) is not None)
 
     def schedule_of(self, key: int | None) -> tuple[int, ...] | None:
         """The recorded schedule of `key`; None: there is none."""
         recording = self._recordings.get(key) if key is not None else None
         return recording.schedule if recording is not None else None
 
-    def record(self, one: Pass, tally: Tally, *, is_incomplete: bool) -> None:
-        """Records a pass that has ended; called at a boundary.
+    def record(self, ended: Pass, tally: Tally, *, is_incomplete: bool) -> None:
+        """Records the log of a pass without a schedule, or judges its schedule; at a boundary.
 
-        A training pass that other ranks may leave out does not count as the last one.
+        Args:
+            ended: The pass that has ended on all ranks.
+            tally: Votes of the boundary.
+            is_incomplete: The log lacks reductions.
         """
-        if one.key is None:
+        if ended.key is None:
             return
-        if max(len(self._recordings), len(self._changes)) > _MAX_KEYS:
+        if ended.is_training and not ended.is_uneven:
+            self._last = ended.key
+        if len(self._recordings) > _MAX_KEYS:
             self._recordings.clear()
-            self._changes.clear()
-        is_counted = one.is_training and not one.is_uneven
-        if is_counted:
-            self._extend_run(one.key)
-        last = one.kind
-        if self._has_units:
-            used = tally.mask[: one.events.num_uses]  # by any rank
-            last = hash_of(self._record_log(one, tally, used, is_incomplete=is_incomplete), used)
-            if is_counted and not self.last and one.key in self._recordings:
-                # No later pass has the key of a first one; an equal pass would have this key.
-                self._recordings[hash_of(one.kind, last)] = self._recordings.pop(one.key)
-        if is_counted:
-            self.last = last
-
-    def _extend_run(self, key: int) -> None:
-        last, length = self._run
-        if key == last:
-            self._changes.pop(self._run, None)
-            self._run = key, length + 1
-        else:
-            if last is not None:
-                self._changes[self._run] = key
-            self._run = key, 1
-
-    def _record_log(self, one: Pass, tally: Tally, used: bytes, *, is_incomplete: bool) -> int:
-        """Adopts or judges the schedule of a pass; returns a hash of its all-gathers.
-
-        A log is adopted if it is the first of its key, and the same on all ranks, or if it repeats.
-        """
-        assert one.key is not None
-        recording = self._recordings.get(one.key)
-        if one.schedule is not None and recording is not None and recording.digest is not None:
-            has_deviated = tally.highest.has_deviated or is_incomplete  # on any rank
-            recording.replay(used, has_deviated=has_deviated)
-            if not tally.lowest.has_deviated:
-                return recording.digest  # it has matched on some rank
-        digest = hash_of([event for event in one.log if event <= one.events.backward])
-        if one.schedule is None and not is_incomplete:
-            recording = self._recordings.setdefault(one.key, _Recording())
-            is_first = recording.digest is None and one.is_same_on_all_ranks
-            schedule = None
-            if (is_first or recording.digest == digest) and len(one.log) < _MAX_LOGGED:
-                schedule = hoist_all_gathers(one.log, self._numels, self._prefetch_numel)
-            recording.log(digest, schedule, one.events)
-        return digest
+        recording = self._recordings.setdefault(ended.key, _Recording())
+        if not self._has_units:
+            return
+        if ended.schedule is None:
+            if not is_incomplete and len(ended.log) < _MAX_LOGGED:
+                recording.schedule = hoist_all_gathers(
+                    ended.log, self._numels, self._prefetch_numel
+                )
+        elif recording.schedule is not None:
+            used = tally.mask[: ended.events.num_uses]  # by any rank
+            is_unused = any(map(gt, ended.events.uses(recording.schedule), used))
+            is_mismatch = is_unused or tally.highest.has_deviated or is_incomplete
+            recording.num_mismatches = recording.num_mismatches + 1 if is_mismatch else 0
+            if recording.num_mismatches == _MAX_MISMATCHES:
+                del self._recordings[ended.key]
 
 
 def hoist_all_gathers(

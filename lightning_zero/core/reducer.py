@@ -67,10 +67,9 @@ class Reducer:
         self._is_sequence_agreed = False
         self._completed: list[Bucket] = []  # in this backward, in this order
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
-        # Slots with gradients, by bucket, in the last backward with the same trainable parameters
-        # (a GAN has two sets of them) and, if there was one, after the same pass (heads alternate).
-        self._touched: dict[tuple[Trainable, int], dict[Bucket, list[bool]]] = {}
-        self._last_pass = 0  # the pass before this backward
+        # Slots with gradients, by bucket, in the last backward with the same trainable parameters:
+        # a GAN has two sets of them.
+        self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
         self.in_flight: Bucket | None = None
         self.has_stepped = False
         self.is_mid_step = False
@@ -108,7 +107,7 @@ class Reducer:
         self._is_in_backward = True
         self._completed = []
         self._trainable = trainable
-        touched = self._last_touched(trainable) or {}
+        touched = self._touched.get(trainable, {})
         outlives_backward = not self.reduces
         for bucket in self._buckets:
             bucket.wait_for_step()
@@ -123,8 +122,10 @@ class Reducer:
         """
         grads = [bucket.grads for bucket in self._buckets]
         if self.guard.skips_step:
-            return not all(one.is_zero() for one in grads)
-        is_any_left = any(any(one.is_local) or any(one.is_reduced) for one in grads)
+            return not all(gradients.is_zero() for gradients in grads)
+        is_any_left = any(
+            any(gradients.is_local) or any(gradients.is_reduced) for gradients in grads
+        )
         return is_any_left or (self.is_mid_step and not self._has_left_any)
 
     def drop_gradients(self) -> None:
@@ -136,18 +137,10 @@ class Reducer:
         """Notes whether the next backward is of the last micro-batch. Local."""
         self.ends_step = ends_step
 
-    def note_last_pass(self) -> None:
-        """Before a backward, and before it begins a pass: notes the pass that precedes it."""
-        self._last_pass = self._order.last_pass
-
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
-        touched = self._last_touched(trainable)
+        touched = self._touched.get(trainable)
         return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
-
-    def _last_touched(self, trainable: Trainable) -> dict[Bucket, list[bool]] | None:
-        last = self._touched.get((trainable, self._last_pass))
-        return last or self._touched.get((trainable, 0))
 
     def mark_ready(self, bucket: Bucket) -> None:
         """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
@@ -160,9 +153,7 @@ class Reducer:
         if self.reduces:
             if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
-            touched = self._reduce_remaining(completes=self.ends_step)
-            for last_pass in (0, self._last_pass):
-                self._touched[self._trainable, last_pass] = touched
+            self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
         else:
             self.guard.look_at_local()
             for bucket in self._buckets:
@@ -171,7 +162,9 @@ class Reducer:
         self._reduced = set()
         self.is_mid_step = not self.ends_step
         grads = [bucket.grads for bucket in self._buckets]
-        self._has_left_any = any(any(one.is_local) or any(one.is_reduced) for one in grads)
+        self._has_left_any = any(
+            any(gradients.is_local) or any(gradients.is_reduced) for gradients in grads
+        )
         self._comm.free_scratch()
 
     # ---------------------------------------------------------------- one bucket

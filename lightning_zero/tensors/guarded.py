@@ -346,16 +346,16 @@ def has_unmanaged_parameters(module: nn.Module) -> bool:
     seen: set[nn.Module] = set()
     stack: list[nn.Module | None] = [module]
     while stack:
-        one = stack.pop()
-        if one is None or one in seen:
+        member = stack.pop()
+        if member is None or member in seen:
             continue
-        seen.add(one)
-        for parameter in one._parameters.values():
+        seen.add(member)
+        for parameter in member._parameters.values():
             if parameter is None or _ATTRIBUTE in parameter.__dict__:
                 continue
             if parameter.requires_grad:
                 return True
-        stack.extend(one._modules.values())
+        stack.extend(member._modules.values())
     return False
 
 
@@ -375,11 +375,11 @@ def _set_data(target: Any, values: Tensor) -> Any:
     if values is not target:  # else it is `module.to(...)`, and nothing changes
         placement = placement_of(target)
         placement.holder.wait_for_update()
-        one: Any = target
-        if isinstance(one, GuardedParameter):  # it is sharded
+        parameter: Any = target
+        if isinstance(parameter, GuardedParameter):  # it is sharded
             placement.holder.assign_data(placement.index, values)
         else:
-            one.data = values
+            parameter.data = values
     return None
 
 

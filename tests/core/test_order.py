@@ -339,15 +339,16 @@ def _awaited_by_step(size, units_by_step):
     return awaited
 
 
-def test_the_first_pass_in_which_all_ranks_request_the_same_is_recorded():
+def test_the_first_pass_is_recorded():
     first, *others = _awaited_by_step(3, [range(NUM_UNITS)] * 4)
     assert first >= NUM_UNITS
     assert others == [0] * 3
 
 
-def test_passes_that_alternate_are_recorded():
+def test_passes_that_alternate_cost_rounds_for_the_units_that_deviate_alone():
     awaited = _awaited_by_step(3, [[0, 1, 2], [3, 2, 4]] * 8)
-    assert awaited[-4:] == [0] * 4
+    assert awaited[-4::2] == [0, 0]
+    assert max(awaited[-3::2]) <= 6  # the units of forward and of backward
 
 
 @pytest.mark.parametrize("odd_step", range(8, 12))
