@@ -351,6 +351,53 @@ def test_ranks_run_different_experts():
 
 
 @pytest.mark.slow
+def test_two_forwards_of_a_student_and_an_ema_teacher_train_as_with_ddp():
+    printed, _ = run_script("self_supervised.py", "--pictures", 64, "--epochs", 1)
+    losses = re.findall(r"^\w+: loss ([\d.]+)", printed, flags=re.MULTILINE)
+    assert len(losses) == 2
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
+    assert float(re.search(r"difference of a parameter: (.*)", printed)[1]) < 1e-5
+
+
+def test_only_some_ranks_run_the_vision_tower_and_train_as_with_ddp():
+    texts = run_script("multimodal.py", "--steps", 8, "--batch-size", 2)
+    ran = [re.search(r"vision tower in steps (.*)", text)[1] for text in texts]
+    assert ran[0] != ran[1]
+    ddp, zero3 = map(float, re.findall(r"loss ([\d.]+)", texts[0]))
+    assert zero3 == pytest.approx(ddp, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_gan_with_two_optimizers_and_clipping_trains_as_with_ddp():
+    printed, _ = run_script("gan.py", "--steps", 6, "--batch-size", 8)
+    ddp, zero3 = map(float, re.findall(r"generator's loss ([\d.]+)", printed))
+    assert zero3 == pytest.approx(ddp, rel=1e-5)
+    assert float(re.search(r"difference of a parameter: (.*)", printed)[1]) < 1e-12
+
+
+def test_muon_with_accumulation_differs_from_one_process_by_rounding():
+    words = ["--steps", "2"]
+    printed, _ = run_ranks(2, _run, "muon.py", words, has_group=False, timeout_s=200)
+    moved, differs, by_order = map(float, re.findall(r"by (\S+e-\d+)$", printed, re.MULTILINE))
+    assert differs < 5 * by_order
+    assert by_order < moved / 20
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_with_the_frozen_weights_in_cpu_memory():
+    pytest.importorskip("peft")
+    words = ["--width", "32", "--layers", "2", "--steps", "3"]
+    (printed,) = run_ranks(1, _run, "lora_offload.py", words, has_group=False, timeout_s=200)
+    alone, offloaded = map(float, re.findall(r"loss ([\d.]+)", printed))
+    assert offloaded == pytest.approx(alone, rel=1e-5)
+    device, cpu = (
+        float(re.search(rf"([\d.]+) MiB of model states, {tier}", printed)[1])
+        for tier in ("device", "cpu")
+    )
+    assert device < cpu / 4
+
+
+@pytest.mark.slow
 def test_long_sequences_are_trained_with_activations_in_cpu_memory():
     small = ["--context", 256, "--width", 64, "--layers", 2, "--chunk", 100, "--steps", 2]
     for text in run_script("long_context.py", *small, "--min-bytes", 1024):
