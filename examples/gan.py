@@ -44,7 +44,7 @@ class GAN(pl.LightningModule):
 
     def training_step(self, real: Tensor, batch_idx: int) -> None:
         critic_optimizer, generator_optimizer = self.optimizers()
-        noise = torch.randn(len(real), NOISE)
+        noise = torch.randn(len(real), NOISE, device=self.device)
 
         fake = self.generator(noise).detach()
         loss = F.softplus(-self.critic(real)).mean() + F.softplus(self.critic(fake)).mean()

@@ -4,8 +4,7 @@
 
 The student sees one part of each picture, and predicts what the teacher, its moving average, makes
 of another part (BYOL, arXiv:2006.07733). Between the steps the teacher is changed in place. The
-script trains with DDP and `zero3`, and prints how far they differ. The accuracy is how often the
-most similar picture has the same class; training has no labels.
+script trains with DDP and `zero3`, without labels, and prints how far they differ.
 """
 
 import argparse
@@ -33,7 +32,8 @@ def part_of(pictures: Tensor, size: int = 24) -> Tensor:
     """The same random part of all pictures, with noise and other colours."""
     y, x = (int(torch.randint(pictures.shape[-1] - size + 1, ())) for _ in range(2))
     part = pictures[:, :, y : y + size, x : x + size]
-    return (0.5 + torch.rand(len(part), 3, 1, 1)) * part + 0.1 * torch.randn_like(part)
+    colours = 0.5 + torch.rand(len(part), 3, 1, 1, device=part.device)
+    return colours * part + 0.1 * torch.randn_like(part)
 
 
 class SelfDistilled(pl.LightningModule):
@@ -99,8 +99,8 @@ def main() -> None:
     parser.add_argument("--devices", default="auto")
     args = parser.parse_args()
 
-    data = Shapes(0, args.pictures, size=32)
-    pictures, kinds = torch.stack([x for x, _ in data]), torch.tensor([kind for _, kind in data])
+    pictures, kinds = zip(*Shapes(0, args.pictures, size=32), strict=True)
+    pictures, kinds = torch.stack(pictures), torch.tensor(kinds)
     models = []
     for strategy in ("ddp", "zero3"):
         pl.seed_everything(0, verbose=False)
