@@ -34,12 +34,13 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.engine.counting import full_bytes
 from lightning_zero.engine.engine import Engine
+from lightning_zero.layout.flat import ShardLayout
 from lightning_zero.layout.mesh import Mesh
 from lightning_zero.layout.sizes import format_bytes
+from lightning_zero.optim.blocks import unpacked_bytes
 from lightning_zero.optim.state import (
     TensorSpec,
     gather_owned_state_specs,
-    is_elementwise,
     optimizer_state_dict,
     packed_options,
 )
@@ -121,7 +122,7 @@ def full_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]
     Raises:
         RuntimeError: The tensors do not fit into the free CPU memory of rank 0; on every rank.
     """
-    own = sum(value.nbytes for value in tree_leaves(raw_states(optimizer)) if _is_tensor(value))
+    own = sum(unpacked_bytes(optimizer, state) for state in raw_states(optimizer).values())
     shares = engine.comm.control.gather_objects(own)
     num_copies = engine.comm.mesh.num_replicas
     if any(bucket.replicates_optim for bucket in engine.buckets):
@@ -285,9 +286,10 @@ def sharded_optimizer_state(
                 state[name] = _owned_shards(specs_of[parameter], own, source, engine.comm.mesh)
             elif parameter in own_of:
                 for key, value in entry.items():
-                    if is_elementwise(bucket, index, value):
-                        part = partial(_identity, value)
-                        entry[key] = _shard(f"{key} {source}", bucket, index, value.dtype, part)
+                    if bucket.shards.is_sharded_state(index, key, value):
+                        part, layout = partial(_identity, value), bucket.shards.state_layout(key)
+                        of_key = f"{key} {source}"
+                        entry[key] = _shard(of_key, bucket, index, value.dtype, part, layout)
                 state[name] = entry
     groups = [
         {**group, "params": [names[packed_id] for packed_id in group["params"]]}
@@ -336,10 +338,19 @@ def _owned_shards(specs: Any, own: Any | None, source: str, mesh: Mesh) -> Any:
 
 
 def _shard(
-    source: str, bucket: Bucket, index: int, dtype: torch.dtype, part: Callable[[], Tensor]
+    source: str,
+    bucket: Bucket,
+    index: int,
+    dtype: torch.dtype,
+    part: Callable[[], Tensor],
+    layout: ShardLayout | None = None,
 ) -> CheckpointShard:
-    """The shard that this rank writes of slot `index`; `part()` returns the elements it steps."""
-    stepped, mesh = bucket.owned(index), bucket.comm.mesh
+    """The shard that this rank writes of slot `index`; `part()` returns this rank's elements.
+
+    `layout`: of the elements; None: that of the parameters.
+    """
+    layout, mesh = layout or bucket.shards.layout, bucket.comm.mesh
+    stepped = layout.owned(index)
     if bucket.replicates_optim:
         written = _equal_share(stepped, mesh.rank, mesh.world_size)
     else:
@@ -348,7 +359,7 @@ def _shard(
     def read(start: int, stop: int) -> Tensor:
         return read_flat(part(), start - stepped.start, stop - stepped.start)
 
-    shape = bucket.plan.layout.slots[index].shape
+    shape = layout.layout.slots[index].shape
     return CheckpointShard.of(source, shape, dtype, written, read)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.shards import Shards
+from lightning_zero.layout.flat import FlatLayout
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tiers.storage import ShardStore
@@ -115,8 +116,11 @@ class Masters:
         """All elements in full precision in a new buffer, on every rank. Collective; waits."""
         return self.all_gather_values(self.fetch())
 
-    def all_gather_values(self, part: Tensor) -> FlatBuffer:
-        """A new buffer with every rank's `part`: 1-D, laid out as the master. Collective."""
+    def all_gather_values(self, part: Tensor, layout: FlatLayout | None = None) -> FlatBuffer:
+        """A new buffer with every rank's `part`: 1-D. Collective.
+
+        `layout`: of the buffer, and of the parts; None: that of the master.
+        """
         bucket, plan = self._bucket, self._shards.plan
         bucket.wait_for_all_steps()  # their all-gathers come first on all ranks
         with torch.no_grad():
@@ -124,21 +128,24 @@ class Masters:
                 memory = part.to(bucket.device, copy=True)
             else:
                 memory = bucket.comm.all_gather_shards(part, plan.name)
-            return FlatBuffer(plan.layout, part.dtype, bucket.device, memory=memory)
+            return FlatBuffer(layout or plan.layout, part.dtype, bucket.device, memory=memory)
 
-    def all_gather_state(self, slices: Sequence[Tensor | None]) -> list[Tensor]:
-        """Full n-D optimizer states, by slot, from every rank's slices. Collective.
+    def all_gather_state(self, key: str, slices: Sequence[Tensor | None]) -> list[Tensor]:
+        """Full optimizer states, by slot, from every rank's slices. Collective.
 
-        `slices`: by slot, 1-D as `Shards.slice_state` makes them; None counts as zeros.
+        Args:
+            key: Key of the state.
+            slices: By slot, 1-D as `Shards.slice_state` makes them; None counts as zeros.
         """
+        layout = self._shards.state_layout(key)
         bucket = self._bucket
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)
-        joined = torch.zeros(self._shards.layout.numel, dtype=dtype, device=bucket.device)
-        for target, part in zip(self._shards.layout.split(joined), slices, strict=True):
+        joined = torch.zeros(layout.numel, dtype=dtype, device=bucket.device)
+        for target, part in zip(layout.split(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
-        return self.all_gather_values(joined).views
+        return self.all_gather_values(joined, layout.layout).views
 
     def broadcast_from(self, values: FlatBuffer, from_rank: int = 0) -> None:
         """Copies `values` of `from_rank` to all masters and parameters. Collective."""

@@ -7,6 +7,7 @@ For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -309,14 +310,41 @@ class Shards:
 
     # ---------------------------------------------------------------- optimizer states
 
-    def slice_state(self, index: int, full: Tensor) -> Tensor:
-        """A copy of what this rank steps of an optimizer state that is shaped like slot `index`.
+    @cached_property
+    def _block_layout(self) -> ShardLayout:
+        layout = self.plan.layout.in_blocks(self.plan.blocks.numel)
+        return layout.of_rank(self._rank, is_replicated=self.replicates_optim)
+
+    def is_in_blocks(self, key: str) -> bool:
+        """Whether optimizer state `key` has one number for each block of elements."""
+        return key in self.plan.blocks.keys
+
+    def state_layout(self, key: str) -> ShardLayout:
+        """Layout of optimizer state `key`, if it is sharded: own elements, or own blocks."""
+        return self._block_layout if self.is_in_blocks(key) else self.layout
+
+    def is_sharded_state(self, index: int, key: str, value: object) -> bool:
+        """Whether `value` is this rank's shard of optimizer state `key` of slot `index`."""
+        return is_elementwise_state(value, len(self.state_layout(key).owned(index)))
+
+    def part_of_state(self, index: int, key: str, part: range) -> slice:
+        """Part of this rank's shard of optimizer state `key` of slot `index`.
+
+        `part`: elements of the slot, counted as `layout.ranges`; they begin with a block.
+        """
+        first = self.layout.ranges[index].start
+        numel = self.plan.blocks.numel if self.is_in_blocks(key) else 1
+        return slice((part.start - first) // numel, -((first - part.stop) // numel))
+
+    def slice_state(self, index: int, key: str, full: Tensor) -> Tensor:
+        """A copy of what this rank steps of a full optimizer state of slot `index`.
 
         The copy has the master dtype, except for integers, which are quantization codes.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
-        owned = self.step_layout.owned(index)
-        part = read_flat(full, owned.start, owned.stop).view(self.step_layout.shapes[index])
+        layout = self.state_layout(key) if self.is_in_blocks(key) else self.step_layout
+        owned = layout.owned(index)
+        part = read_flat(full, owned.start, owned.stop).view(layout.shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
         return part.to(device, dtype, copy=True)
 
@@ -336,7 +364,9 @@ class Shards:
         """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
         own = self.layout.ranges[index]
         for key, value in state.items():
-            if is_elementwise_state(value, len(own)) and not isinstance(value, LazyTensor):
+            if key in self.plan.blocks.memory_keys or isinstance(value, LazyTensor):
+                continue
+            if is_elementwise_state(value, len(own)):
                 self.state_store(key, value.dtype).write(own.start, value)
                 state[key] = self.state_view(index, key)
 

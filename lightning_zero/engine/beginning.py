@@ -33,6 +33,7 @@ from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
 from lightning_zero.layout.offload import Budgets
 from lightning_zero.layout.plan import Plan, check_has_parameters, make_plan, nvme_bytes
+from lightning_zero.optim.blocks import state_blocks
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.guarded import has_placement
@@ -239,6 +240,7 @@ def plan_together(
         world_size=comm.mesh.num_shards,
         optimizer_of=optimizer_of,
         full_optimizers=[i for i, (_, found) in enumerate(probed) if not found.is_elementwise],
+        state_blocks=state_blocks([optimizer for optimizer, _ in probed]),
         budgets=_measure_budgets(config, comm),
     )
 

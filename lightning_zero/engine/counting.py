@@ -17,7 +17,7 @@ from lightning_zero.layout.memory import MemoryReport
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.optim.clone import parameters_of
-from lightning_zero.optim.state_view import raw_states
+from lightning_zero.optim.state_view import full_state_shape, raw_states
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import Placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -50,9 +50,9 @@ def count_memory(
         if any(parameter.requires_grad for parameter in bucket.parameters):
             alone[State.GRAD] += params
     for optimizer in optimizers:
-        for placement, value in _states_of(optimizer):
+        for placement, key, value in _states_of(optimizer):
             own = bucket_of(placement).orig_dtypes[placement.index]
-            alone[State.OPTIM] += _full_numel(placement, value) * _own_itemsize(value, own)
+            alone[State.OPTIM] += _full_numel(placement, key, value) * _own_itemsize(value, own)
         alone[State.OPTIM] += _missing_state_bytes(optimizer, buckets)
     for state in storage.state_offload.states:
         held[Tier.DEVICE, state] -= storage.state_offload.freed_bytes(state)
@@ -84,7 +84,7 @@ def count_held(
     """Counts the bytes that each bucket holds now, by tier and state, without averages. Local."""
     held = {bucket: _allocated_bytes(bucket) for bucket in buckets}
     for optimizer in optimizers:
-        for placement, value in _states_of(optimizer):
+        for placement, _, value in _states_of(optimizer):
             if not isinstance(value, LazyTensor):  # the file of a lazy tensor is counted already
                 nbytes = value.untyped_storage().nbytes()
                 held[bucket_of(placement)][_tier_in_memory(placement), State.OPTIM] += nbytes
@@ -139,11 +139,13 @@ def cpu_param_bytes(bucket: Bucket) -> int:
     return sum(n for (tier, state), n in held.items() if tier in tiers and state is State.PARAM)
 
 
-def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, Tensor]]:
+def _states_of(optimizer: Optimizer) -> Iterator[tuple[Placement, str, Tensor]]:
+    """Yields every tensor of the states of parameters, with the key that it has or is part of."""
     for parameter, state in raw_states(optimizer).items():
         placement = placement_of(parameter)
-        for value in plain_tensors(state):
-            yield placement, value
+        for key, entry in state.items():
+            for value in plain_tensors(entry):
+                yield placement, key, value
 
 
 def _tier_in_memory(placement: Placement) -> Tier:
@@ -152,12 +154,12 @@ def _tier_in_memory(placement: Placement) -> Tier:
     return Tier.CPU if tier is Tier.NVME else tier
 
 
-def _full_numel(placement: Placement, value: Tensor) -> int:
+def _full_numel(placement: Placement, key: str, value: Tensor) -> int:
     """Number of elements of the full tensor that `value` is a shard of."""
     bucket = bucket_of(placement)
     is_full = bucket.replicates_optim or bucket.shards.has_tensor_owners
     is_slice = not is_full and (value.dim() == 1 or value.shape == placement.shape)
-    return placement.shape.numel() if is_slice else value.numel()
+    return math.prod(full_state_shape(placement, key)) if is_slice else value.numel()
 
 
 def _missing_state_bytes(optimizer: Optimizer, buckets: Sequence[Bucket]) -> int:

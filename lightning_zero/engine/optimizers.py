@@ -35,7 +35,12 @@ from lightning_zero.optim.probe import (
 )
 from lightning_zero.optim.state import shard_initial_state, unshard_optimizer_state
 from lightning_zero.optim.state_view import raw_states
-from lightning_zero.optim.step import OptimizerStep, check_full_tensors, check_own_methods
+from lightning_zero.optim.step import (
+    OptimizerStep,
+    check_blocks,
+    check_full_tensors,
+    check_own_methods,
+)
 from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
@@ -152,6 +157,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
             check_own_methods(optimizer)
             found = self._check_and_probe(optimizer)
             check_full_tensors(optimizer, found)
+            check_blocks(optimizer)
             names = {
                 parameter: slot.name
                 for bucket in self._buckets

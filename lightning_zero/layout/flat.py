@@ -33,10 +33,37 @@ from functools import cached_property
 
 from torch import Tensor
 
-__all__ = ["ALIGN_NUMEL", "FlatLayout", "OwnedLayout", "ShardLayout", "Slot", "assign_owners"]
+__all__ = [
+    "ALIGN_NUMEL",
+    "FlatLayout",
+    "OwnedLayout",
+    "ShardLayout",
+    "Slot",
+    "StateBlocks",
+    "assign_owners",
+]
 
 # 64 bytes of bfloat16: a cache line, and more than the 16 bytes that tensor-core kernels require.
 ALIGN_NUMEL = 32
+
+
+@dataclass(frozen=True)
+class StateBlocks:
+    """Optimizer states that have one number for each block of elements of a parameter.
+
+    The first block begins with the first row-major element of the full tensor. Most optimizers have
+    no such states.
+
+    Attributes:
+        numel: Elements of a block.
+        keys: Keys of these states, each 1-D.
+        memory_keys: Keys of the states that are in memory where others are in files, each of which
+            has the length of a shard: those of blocks, and those that few parameters have.
+    """
+
+    numel: int = 1
+    keys: frozenset[str] = frozenset()
+    memory_keys: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -67,8 +94,8 @@ class FlatLayout:
     """The flat space of one bucket.
 
     Attributes:
-        slots: Parameters in order, each aligned to `ALIGN_NUMEL`.
-        shard_numel: Elements of every rank's shard, padding included; a multiple of `ALIGN_NUMEL`.
+        slots: Parameters in order, each aligned to a multiple of `ALIGN_NUMEL`.
+        shard_numel: Elements of every rank's shard, padding included; aligned in the same way.
         world_size: Number of shards.
     """
 
@@ -82,19 +109,25 @@ class FlatLayout:
         shapes: Iterable[tuple[str, tuple[int, ...]]],
         world_size: int,
         owners: Sequence[int] | None = None,
+        block_numel: int = 1,
     ) -> FlatLayout:
         """Lays named shapes out one after another and pads the end to `world_size` equal shards.
 
-        `owners`: rank that steps each parameter as a full tensor; None: every rank steps slices.
+        Args:
+            shapes: Names and shapes of the parameters.
+            world_size: Number of shards.
+            owners: Rank that steps each parameter as a full tensor; None: every rank steps slices.
+            block_numel: Elements of the blocks that shards do not divide. See `StateBlocks`.
         """
+        align = math.lcm(ALIGN_NUMEL, block_numel)
         slots = []
         stop = 0
         named = list(shapes)
         by_slot: Sequence[int | None] = [None] * len(named) if owners is None else owners
         for (name, shape), owner in zip(named, by_slot, strict=True):
-            slots.append(Slot(name, tuple(shape), _aligned(stop), owner))
+            slots.append(Slot(name, tuple(shape), _aligned(stop, align), owner))
             stop = slots[-1].stop
-        shard_numel = _aligned(max(1, math.ceil(stop / world_size)))
+        shard_numel = _aligned(max(1, math.ceil(stop / world_size)), align)
         return cls(tuple(slots), shard_numel, world_size)
 
     @property
@@ -121,6 +154,14 @@ class FlatLayout:
     def of_rank(self, rank: int, *, is_replicated: bool = False) -> ShardLayout:
         """The elements of `rank`; with `is_replicated` all of them, in full shapes."""
         return ShardLayout(self, rank, is_replicated)
+
+    def in_blocks(self, block_numel: int) -> FlatLayout:
+        """Layout of tensors that have one number for each block of elements: 1-D slots."""
+        slots = tuple(
+            Slot(slot.name, (-(-slot.numel // block_numel),), slot.start // block_numel, slot.owner)
+            for slot in self.slots
+        )
+        return FlatLayout(slots, self.shard_numel // block_numel, self.world_size)
 
     @cached_property
     def gaps(self) -> list[range]:
@@ -287,5 +328,5 @@ def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
     return owners
 
 
-def _aligned(numel: int) -> int:
-    return -(-numel // ALIGN_NUMEL) * ALIGN_NUMEL
+def _aligned(numel: int, align: int = ALIGN_NUMEL) -> int:
+    return -(-numel // align) * align

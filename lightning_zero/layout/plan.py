@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lightning_zero.layout.config import ZeroConfig
-from lightning_zero.layout.flat import FlatLayout, assign_owners
+from lightning_zero.layout.flat import FlatLayout, StateBlocks, assign_owners
 from lightning_zero.layout.keep_float32 import float32_parameters
 from lightning_zero.layout.names import saved_name
 from lightning_zero.layout.offload import BucketTiers, Budgets, ShardBytes, Tier, assign_tiers
@@ -72,6 +72,7 @@ class BucketPlan:
     is_trainable: bool = True  # the optimizer steps it
     loses_bits: bool = False  # `dtype` is narrower than the original dtype of a parameter
     tiers: BucketTiers = field(default_factory=BucketTiers)  # of the shards
+    blocks: StateBlocks = field(default_factory=StateBlocks)  # no shard divides one
 
     @property
     def master(self) -> Master:
@@ -144,6 +145,7 @@ def make_plan(
     world_size: int,
     optimizer_of: Mapping[nn.Parameter, int] | None = None,
     full_optimizers: Collection[int] = (),
+    state_blocks: Mapping[int, StateBlocks] | None = None,
     budgets: Budgets | None = None,
 ) -> Plan:
     """Plans units and buckets of `module`. Pure: it reads no values, so meta tensors suffice.
@@ -156,6 +158,8 @@ def make_plan(
             not share a bucket.
         full_optimizers: Indices of optimizers that must step full tensors. Parameters of no
             optimizer may be added to these later, so they get owners, too.
+        state_blocks: Blocks of the states of an optimizer, by its index. They are those of
+            parameters of no optimizer, too, which may be added to it later.
         budgets: Memory for offload "auto"; None: NVMe only.
 
     Raises:
@@ -169,7 +173,9 @@ def make_plan(
     modules = {saved_name(n): m for n, m in module.named_modules(remove_duplicate=False)}
     assert not isinstance(config.param_dtype, str)
     kept = float32_parameters(modules, config.keep_float32_items, config.param_dtype)
-    bucketizer = _Bucketizer(named, config, world_size, optimizer_of or {}, full_optimizers)
+    bucketizer = _Bucketizer(
+        named, config, world_size, optimizer_of or {}, full_optimizers, state_blocks or {}
+    )
     members: dict[str, dict[_Kind, list[str]]] = {ROOT: {}}
     for name, parameter in named.items():
         kind = bucketizer.kind(name, keeps_dtype=parameter in kept)
@@ -267,12 +273,14 @@ class _Bucketizer:
         world_size: int,
         optimizer_of: Mapping[nn.Parameter, int],
         full_optimizers: Collection[int],
+        state_blocks: Mapping[int, StateBlocks],
     ) -> None:
         self._named = named
         self._config = config
         self._world_size = world_size
         self._optimizer_of = optimizer_of
         self._full_optimizers = full_optimizers
+        self._state_blocks = state_blocks
         default = max(_BUCKET_NUMEL, _BUCKET_NUMEL_PER_RANK * world_size)
         limit = config.reduce_bucket_size or default
         self._limit = min(limit, config.allgather_bucket_size or limit)  # elements
@@ -295,6 +303,13 @@ class _Bucketizer:
         return (
             bool(self._full_optimizers) if optimizer is None else optimizer in self._full_optimizers
         )
+
+    def _blocks_of(self, kind: _Kind) -> StateBlocks:
+        if kind.has_owner:
+            return StateBlocks()  # its states are not sharded
+        if kind.optimizer is None:
+            return next(iter(self._state_blocks.values()), StateBlocks())
+        return self._state_blocks.get(kind.optimizer, StateBlocks())
 
     def kind(self, name: str, *, keeps_dtype: bool) -> _Kind:
         """Properties of a parameter that decide its bucket."""
@@ -341,16 +356,18 @@ class _Bucketizer:
             label += "/frozen"
         if kind.is_persistent:
             label += "/persistent"
+        blocks = self._blocks_of(kind)
         for number, run in enumerate(runs):
             shapes = [(saved_name(name), tuple(self._named[name].shape)) for name in run]
             owners = [self._owners[name] for name in run] if kind.has_owner else None
             own = [self._named[name].dtype.itemsize for name in run]
             yield BucketPlan(
                 f"{label}[{number}]" if len(runs) > 1 else label,
-                FlatLayout.of(shapes, self._world_size, owners),
+                FlatLayout.of(shapes, self._world_size, owners, blocks.numel),
                 kind.dtype,
                 kind.master_dtype,
                 stage,
                 is_trainable=kind.is_trainable,
                 loses_bits=max(own) > kind.dtype.itemsize,
+                blocks=blocks,
             )

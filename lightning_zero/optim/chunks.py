@@ -325,20 +325,20 @@ class ChunkStep:
         data, state = values[here], self._state.get(parameter, {})
         if self.bucket_step.is_in_chunks:
             state = {
-                key: self._chunk_of_state(key, value, own, part, here)
-                for key, value in state.items()
+                key: self._chunk_of_state(index, key, value, part) for key, value in state.items()
             }
         if len(part) == len(own):
             shape = layout.shapes[index]
             data, grad = data.view(shape), None if grad is None else grad.view(shape)
         return Slice(parameter, data, grad, state)
 
-    def _chunk_of_state(self, key: str, value: Any, own: range, part: range, here: slice) -> Any:
-        """Elements of a state in this chunk, or a copy of a state that is not elementwise."""
+    def _chunk_of_state(self, index: int, key: str, value: Any, part: range) -> Any:
+        """Part of a state in this chunk, or a copy of a state that is not sharded."""
         if isinstance(value, LazyTensor):
-            return self._memory[f"state.{key}"][here]
-        if is_elementwise_state(value, len(own)):
-            return value[part.start - own.start : part.stop - own.start]
+            start = self.chunk.start
+            return self._memory[f"state.{key}"][part.start - start : part.stop - start]
+        if self._shards.is_sharded_state(index, key, value):
+            return value[self._shards.part_of_state(index, key, part)]
         return copy.deepcopy(value)
 
     def _store_chunk_of_state(self, index: int, part: range, stepped: Slice) -> None:
@@ -348,14 +348,16 @@ class ChunkStep:
         new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files
         for key, value in stepped.state.items():
             buffer = self._memory.get(f"state.{key}")
-            if not is_elementwise_state(value, len(part)):
+            here = shards.part_of_state(index, key, part)
+            if not is_elementwise_state(value, here.stop - here.start):
                 new[key] = value
-            elif not shards.keeps_states_in_files:
+            elif not shards.keeps_states_in_files or key in shards.plan.blocks.memory_keys:
                 if key not in new:
                     old = self._state.get(parameter, {}).get(key)
-                    has_old = is_elementwise_state(old, len(own))
-                    new[key] = old if has_old else value.new_zeros(len(own))
-                _write(new[key][part.start - own.start : part.stop - own.start], value)
+                    has_old = shards.is_sharded_state(index, key, old)
+                    numel = len(shards.state_layout(key).owned(index))
+                    new[key] = old if has_old else value.new_zeros(numel)
+                _write(new[key][here], value)
             elif buffer is not None:
                 _write(buffer[part.start - start : part.stop - start], value)
             else:  # created in this step

@@ -31,7 +31,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.optim.known import unhooked
 from lightning_zero.optim.state_view import raw_states
-from lightning_zero.tensors.guarded import ENGINE_ATTRIBUTES, attributes_of
+from lightning_zero.tensors.guarded import (
+    ENGINE_ATTRIBUTES,
+    FULL_NUMEL,
+    attributes_of,
+    placement_of,
+)
 
 __all__ = [
     "OptimizerClone",
@@ -181,15 +186,19 @@ def enter_training(optimizer: Optimizer) -> None:
             train()
 
 
-def probe_state(optimizer: Optimizer, values: Tensor, group: int = 0) -> dict[str, Any]:
+def probe_state(
+    optimizer: Optimizer, values: Tensor, group: int = 0, full_numel: int | None = None
+) -> dict[str, Any]:
     """Steps a copy of `optimizer` once on a small parameter, and returns its state.
 
     Args:
         optimizer: The optimizer to copy.
         values: Values of the parameter. Its gradient is one.
         group: Index of the parameter group whose settings are used.
+        full_numel: Elements of the tensor for which the small parameter stands.
     """
     parameter = nn.Parameter(values)
+    vars(parameter)[FULL_NUMEL] = values.numel() if full_numel is None else full_numel
     parameter.grad = torch.ones_like(parameter)
     settings = settings_of(optimizer.param_groups[group])
     copy = fresh_copy(optimizer, [{**settings, "params": [parameter]}])
@@ -297,6 +306,7 @@ class OptimizerClone:
             stand_in = nn.Parameter(part.data)
             if not part.parameter.__dict__.keys() <= ENGINE_ATTRIBUTES:
                 stand_in.__dict__.update(attributes_of(part.parameter))
+            vars(stand_in)[FULL_NUMEL] = placement_of(part.parameter).shape.numel()
             stand_in.grad_dtype = None  # gradients may have another dtype
             stand_in.grad = part.grad
             stand_ins.append(stand_in)
@@ -314,8 +324,8 @@ class OptimizerClone:
                 part.replace_state(state)
             if stand_in.grad is None and part.grad is not None:
                 raise ValueError(dropped_gradients(self.optimizer))
-            if stand_in.__dict__:  # attributes that the step has set
-                part.parameter.__dict__.update(stand_in.__dict__)
+            if not stand_in.__dict__.keys() <= ENGINE_ATTRIBUTES:  # the step may have set some
+                part.parameter.__dict__.update(attributes_of(stand_in))
             if stand_in.data_ptr() != part.data.data_ptr():  # `p.data = p.data - update`
                 part.data.copy_(stand_in.data)
         if not self.is_joint:  # the memory of the slices is freed before others are loaded

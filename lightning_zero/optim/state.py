@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
 from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.optim.blocks import pack_state, unpack_state
 from lightning_zero.optim.clone import (
     copy_back,
     copy_of,
@@ -37,7 +38,13 @@ from lightning_zero.optim.clone import (
     probe_state,
     settings_of,
 )
-from lightning_zero.optim.state_view import before_access, is_sliced, local_part, raw_states
+from lightning_zero.optim.state_view import (
+    before_access,
+    full_state_shape,
+    is_sliced,
+    local_part,
+    raw_states,
+)
 from lightning_zero.tensors.composite import (
     flatten_composites,
     is_composite,
@@ -45,13 +52,12 @@ from lightning_zero.tensors.composite import (
     plain_tensors,
     unflatten_composites,
 )
-from lightning_zero.tensors.guarded import placement_of
+from lightning_zero.tensors.guarded import FULL_NUMEL, Placement, placement_of
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "TensorSpec",
     "check_sliced_states",
-    "is_elementwise",
     "unshard_optimizer_state",
     "load_optimizer_state_dict",
     "optimizer_state_dict",
@@ -75,8 +81,8 @@ def shard_initial_state(optimizer: Optimizer) -> None:
             continue
         placement = placement_of(parameter)
         for key, value in state.items():
-            if _is_shaped_like(placement.shape, key, value, keys):
-                state[key] = bucket_of(placement).shards.slice_state(placement.index, value)
+            if _is_full_state(placement, key, value, keys):
+                state[key] = bucket_of(placement).shards.slice_state(placement.index, key, value)
 
 
 def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -126,10 +132,10 @@ def optimizer_state_dict(
     if not is_recipient:
         return {}
     own_of = {ids[member]: own[member] for member in ids.keys() & own.keys()}
-    packed["state"] |= {
-        number: {key: _to_cpu(v, own_of.get(number, {})) for key, v in state[number].items()}
-        for number in sorted(state)
-    }
+    for number in sorted(state):
+        own_values = own_of.get(number, {})
+        on_cpu = {key: _to_cpu(v, own_values) for key, v in state.pop(number).items()}
+        packed["state"][number] = unpack_state(optimizer, on_cpu)
     return packed
 
 
@@ -179,7 +185,7 @@ def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any
     _load_sliced(optimizer, {**state_dict, "state": state})
     for number, entry in entries.items():
         if by_number[number] in in_files:
-            _load_into_files(by_number[number], entry, keys, raw_states(optimizer))
+            _load_into_files(optimizer, by_number[number], entry, keys)
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -210,22 +216,25 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     shards = bucket_of(placement).shards
     device = shards.storage.step_device(shards.plan.tiers.optim)
     value = torch.empty((), dtype=shards.plan.master_dtype, device=device)
-    return nn.Parameter(value.expand(shards.step_layout.shapes[placement.index]))
+    stand_in = nn.Parameter(value.expand(shards.step_layout.shapes[placement.index]))
+    vars(stand_in)[FULL_NUMEL] = placement.shape.numel()
+    return stand_in
 
 
 def _load_into_files(
+    optimizer: Optimizer,
     parameter: nn.Parameter,
     entry: Mapping[str, Any],
     keys: _ElementwiseKeys,
-    states: dict[Any, Any],
 ) -> None:
     """Loads elementwise states into their files, one after another to limit memory."""
     placement = placement_of(parameter)
     for key, value in entry.items():
         if _is_shaped_like(placement.shape, key, value, keys):
-            part = {key: _own_part(parameter, key, value, keys)}
-            bucket_of(placement).shards.adopt_state(placement.index, part)
-            states[parameter].update(part)
+            own = {key: _own_part(parameter, key, value, keys)}
+            packed = pack_state(optimizer, own, placement.shape.numel())
+            bucket_of(placement).shards.adopt_state(placement.index, packed)
+            raw_states(optimizer)[parameter].update(packed)
 
 
 def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _ElementwiseKeys) -> object:
@@ -233,11 +242,11 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
     if isinstance(value, dict):
         return {name: _own_part(parameter, name, part, keys) for name, part in value.items()}
     if isinstance(value, ShardedTensor):
-        return local_part(parameter, value)
+        return local_part(parameter, key, value)
     has_slices = not bucket_of(placement).shards.has_tensor_owners
-    if has_slices and _is_shaped_like(placement.shape, key, value, keys):
+    if has_slices and _is_full_state(placement, key, value, keys):
         assert isinstance(value, Tensor)
-        return bucket_of(placement).shards.slice_state(placement.index, value)
+        return bucket_of(placement).shards.slice_state(placement.index, key, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
@@ -265,7 +274,7 @@ def _check_states(
             f"{tuple(value.shape)}, but slices of {tuple(placement.shape)} are stepped"
             for key, value in _named_tensors(entry)
             if value.numel() > 1
-            and (value.shape != placement.shape or is_composite(value))
+            and (value.shape != full_state_shape(placement, key) or is_composite(value))
             and is_sliced(bucket_of(placement))
         ]
     if wrong:
@@ -318,12 +327,14 @@ def _unsharded_states(
         keys = sorted({key for state in states for key in state})
         for key in keys:
             slices = [
-                state.get(key) if is_elementwise(bucket, index, state.get(key)) else None
+                state.get(key)
+                if bucket.shards.is_sharded_state(index, key, state.get(key))
+                else None
                 for index, state in enumerate(states)
             ]
             if all(part is None for part in slices):
                 continue
-            views = bucket.masters.all_gather_state(slices)
+            views = bucket.masters.all_gather_state(key, slices)
             for index, part in enumerate(slices):
                 if part is not None:
                     yield bucket.parameters[index], key, views[index]
@@ -364,9 +375,11 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _Elementwi
     return shape.numel() != 1 or key in keys
 
 
-def is_elementwise(bucket: Bucket, index: int, value: object) -> bool:
-    """Whether a state of slot `index` has one value for each element that this rank steps."""
-    return is_elementwise_state(value, len(bucket.owned(index)))
+def _is_full_state(placement: Placement, key: str, value: object, keys: _ElementwiseKeys) -> bool:
+    """Whether `value` is a full state of which each rank has a shard."""
+    if bucket_of(placement).shards.is_in_blocks(key):
+        return isinstance(value, Tensor) and value.shape == full_state_shape(placement, key)
+    return _is_shaped_like(placement.shape, key, value, keys)
 
 
 def _parameter_ids(optimizer: Optimizer) -> dict[nn.Parameter, int]:

@@ -12,6 +12,7 @@ States of owned full tensors are visible on the owner only, as they are.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -25,14 +26,16 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of, lockstep_of
 from lightning_zero.core.shards import is_elementwise_state
 from lightning_zero.tensors.composite import is_composite
-from lightning_zero.tensors.guarded import has_placement, placement_of
+from lightning_zero.tensors.guarded import Placement, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
+from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 
 __all__ = [
     "StateView",
     "before_access",
     "as_plain_dicts",
+    "full_state_shape",
     "is_sliced",
     "raw_states",
     "local_part",
@@ -68,12 +71,25 @@ def is_sliced(bucket: Bucket) -> bool:
     return not bucket.replicates_optim and not bucket.shards.has_tensor_owners
 
 
-def local_part(parameter: Tensor, value: object, known: object = None) -> object:
-    """This rank's slice of a state that has the shape of the parameter.
+def full_state_shape(placement: Placement, key: str) -> tuple[int, ...]:
+    """Shape of a sharded state: that of the parameter, or its number of blocks."""
+    shards = bucket_of(placement).shards
+    return shards.state_layout(key).layout.slots[placement.index].shape
+
+
+def _spec_of(bucket: Bucket, index: int, key: str) -> ShardSpec:
+    """Elements of state `key` of slot `index` that each rank has."""
+    spec, layout = bucket.shard_specs[index], bucket.shards.state_layout(key).layout
+    return dataclasses.replace(spec, slot=layout.slots[index], layout=layout)
+
+
+def local_part(parameter: Tensor, key: str, value: object, known: object = None) -> object:
+    """This rank's slice of a state that is sharded.
 
     Args:
         parameter: Parameter of an engine.
-        value: State of the parameter's shape, plain or sharded; other values are returned as is.
+        key: Key of the state.
+        value: Full state, plain or sharded; other values are returned as is.
         known: Previous value of the state, if any: for a 0-dim parameter it shows whether the state
             is elementwise.
     """
@@ -82,18 +98,18 @@ def local_part(parameter: Tensor, value: object, known: object = None) -> object
     if not isinstance(value, Tensor) or is_composite(value) or not is_sliced(bucket):
         return value
     if isinstance(value, ShardedTensor):
-        is_own = bucket.shard_specs[placement.index].matches(value.spec)
-        return value.local.clone() if is_own else _slice(bucket, placement.index, value)
+        is_own = _spec_of(bucket, placement.index, key).matches(value.spec)
+        return value.local.clone() if is_own else _slice(bucket, placement.index, key, value)
     numel = len(bucket.owned(placement.index))
     is_number = not placement.shape and not is_elementwise_state(known, numel)
-    if value.shape != placement.shape or is_number:
+    if value.shape != full_state_shape(placement, key) or is_number:
         return value
-    return _slice(bucket, placement.index, value)
+    return _slice(bucket, placement.index, key, value)
 
 
-def _slice(bucket: Bucket, index: int, value: Tensor) -> Tensor:
+def _slice(bucket: Bucket, index: int, key: str, value: Tensor) -> Tensor:
     full = value.full_tensor() if isinstance(value, ShardedTensor) else value
-    return bucket.shards.slice_state(index, full)
+    return bucket.shards.slice_state(index, key, full)
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -129,7 +145,8 @@ class StateView(MutableMapping[Any, Any]):
         if is_held and isinstance(state, Mapping):
             known = self.raw.get(parameter, {})
             state = {
-                key: local_part(parameter, value, known.get(key)) for key, value in state.items()
+                key: local_part(parameter, key, value, known.get(key))
+                for key, value in state.items()
             }
         self.raw[parameter] = state
 
@@ -220,7 +237,7 @@ class _ParameterStateView(MutableMapping[str, Any]):
         return _view_of(self._parameter, key, self._raw[key])
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._raw[key] = local_part(self._parameter, value, self._raw.get(key))
+        self._raw[key] = local_part(self._parameter, key, value, self._raw.get(key))
 
     def __delitem__(self, key: str) -> None:
         del self._raw[key]
@@ -246,14 +263,14 @@ class _ParameterStateView(MutableMapping[str, Any]):
 
 
 def _view_of(parameter: Tensor, key: str, value: object) -> object:
-    """A sharded tensor for an elementwise state; other values as they are."""
+    """A sharded tensor for a sharded state; other values as they are."""
     placement = placement_of(parameter)
-    bucket = bucket_of(placement)
-    if not is_elementwise_state(value, len(bucket.owned(placement.index))):
+    bucket, index = bucket_of(placement), placement.index
+    if not bucket.shards.is_sharded_state(index, key, value):
         return value
     assert isinstance(value, Tensor)
-    shard = _StateShard(bucket, placement.index, key, value)
-    return ShardedTensor.of(shard, bucket.shard_specs[placement.index], "optimizer.state", value)
+    shard = _StateShard(bucket, index, key, value)
+    return ShardedTensor.of(shard, _spec_of(bucket, index, key), "optimizer.state", value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -47,6 +47,7 @@ from lightning_zero.core.reducer import Reducer
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.stage import State
+from lightning_zero.optim.blocks import state_blocks_of
 from lightning_zero.optim.chunks import BucketStep, StepCall, calls_of, chunks_of
 from lightning_zero.optim.clone import OptimizerClone, parameters_of, raw_step
 from lightning_zero.optim.probe import ProbeResult, StepKind, probed_settings
@@ -55,7 +56,7 @@ from lightning_zero.optim.state_view import StateView, as_plain_dicts, raise_par
 from lightning_zero.tensors.guarded import has_placement, placement_of
 from lightning_zero.tiers.storage import Storage
 
-__all__ = ["OptimizerStep", "check_full_tensors", "check_own_methods"]
+__all__ = ["OptimizerStep", "check_blocks", "check_full_tensors", "check_own_methods"]
 
 _METHODS = ("train", "eval")  # see [Note: Methods of optimizers]
 
@@ -341,6 +342,7 @@ class OptimizerStep:
         if not is_known:
             self._probe_again()
         check_full_tensors(self.optimizer, self._result)
+        check_blocks(self.optimizer)
         self._known_members = members
         return members
 
@@ -476,4 +478,23 @@ def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
                 f"{type(optimizer).__name__} must step full tensors, but {placement.name} was "
                 "sharded in slices when the engine was built. Give this optimizer all of its "
                 "parameters before that (in Lightning, in configure_optimizers)."
+            )
+
+
+def check_blocks(optimizer: Optimizer) -> None:
+    """Checks that shards begin with a block if the optimizer's states have blocks.
+
+    Raises:
+        ValueError: One of its parameters was not of this optimizer when the engine was built.
+    """
+    blocks = state_blocks_of(optimizer)
+    for parameter in parameters_of(optimizer) if blocks.keys else []:
+        placement = placement_of(parameter)
+        bucket = bucket_of(placement)
+        if not bucket.shards.has_tensor_owners and bucket.plan.blocks != blocks:
+            raise ValueError(
+                f"{type(optimizer).__name__} has states of blocks, which no shard may divide, but "
+                f"the engine was built without it for {placement.name}. Give this optimizer all of "
+                "its parameters, and the engine this optimizer, before that (in Lightning, in "
+                "configure_optimizers; in Fabric, with setup(module, optimizer))."
             )

@@ -14,6 +14,7 @@ from lightning_zero.layout.config import NEEDS, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
+from lightning_zero.optim.blocks import state_blocks
 from lightning_zero.optim.clone import parameters_of
 
 __all__ = ["AUTO_STAGES", "Choice", "all_choices", "as_arguments", "auto_base", "plan_of"]
@@ -105,6 +106,7 @@ def plan_of(
             for parameter in parameters_of(optimizer)
         },
         full_optimizers=full_optimizers,
+        state_blocks=state_blocks(optimizers),
     )
 
 

@@ -45,6 +45,7 @@ from lightning_zero.tensors.sharded import READ_BY_COLLECTIVES, ShardedTensor
 __all__ = [
     "BetweenStepsError",
     "ENGINE_ATTRIBUTES",
+    "FULL_NUMEL",
     "GuardedParameter",
     "ParameterHolder",
     "Placement",
@@ -61,7 +62,8 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_zero_placement"
-ENGINE_ATTRIBUTES = frozenset({_ATTRIBUTE, "__deepcopy__", "__reduce_ex__"})  # of a parameter
+FULL_NUMEL = "_zero_full_numel"  # of a stand-in: elements of the user's parameter
+ENGINE_ATTRIBUTES = frozenset({_ATTRIBUTE, FULL_NUMEL, "__deepcopy__", "__reduce_ex__"})
 
 
 class BetweenStepsError(RuntimeError):

@@ -38,6 +38,19 @@ def test_slots_are_aligned_and_do_not_overlap(shapes, world_size):
     assert layout.shard_numel % ALIGN_NUMEL == 0
 
 
+@given(SHAPES, WORLDS, st.sampled_from([1, 3, 64]))
+def test_slices_begin_with_a_block_and_have_their_part_of_its_numbers(shapes, world_size, numel):
+    named = [(f"p{i}", shape) for i, shape in enumerate(shapes)]
+    layout = FlatLayout.of(named, world_size, block_numel=numel)
+    in_blocks = layout.in_blocks(numel)
+    for slot, blocks in zip(layout.slots, in_blocks.slots, strict=True):
+        assert blocks.shape == (math.ceil(slot.numel / numel),)
+        for rank in range(world_size):
+            owned, own_blocks = layout.owned(slot, rank), in_blocks.owned(blocks, rank)
+            assert list(own_blocks) == sorted({element // numel for element in owned})
+            assert not owned or owned.start % numel == 0
+
+
 @given(SHAPES, WORLDS)
 def test_gaps_and_slots_together_are_the_flat_space(shapes, world_size):
     layout = lay_out(shapes, world_size)
