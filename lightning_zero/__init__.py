@@ -94,7 +94,8 @@ _MODULES = {
     "strategy.strategy": ["ZeroStrategy"],
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
-_SUBMODULES = {"activations", "callbacks", "fabric", "planner"}  # as in `lightning_zero.callbacks`
+# As in `lightning_zero.callbacks`.
+_SUBMODULES = {"activations", "callbacks", "fabric", "optim", "planner"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,8 @@
 """Steps the user's optimizers on shards. Imports core and all below it.
 
+    adamw8bit     AdamW with moments of 8 bits, for users
+    dynamic8      numbers of 8 bits, in blocks
+    blocks        optimizers whose states have numbers for blocks of elements
     known         classes of optimizers that are known to be elementwise, or not
     probe_run     steps a copy of an optimizer on small tensors
     probe         classifies an optimizer: elementwise, full tensors, or refused
@@ -12,3 +15,7 @@
 
 Begin with `probe`, then `step`.
 """
+
+from lightning_zero.optim.adamw8bit import AdamW8bit
+
+__all__ = ["AdamW8bit"]

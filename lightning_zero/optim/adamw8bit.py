@@ -1,0 +1,273 @@
+"""AdamW with moments of 8 bits.
+
+[Note: Moments of 8 bits] Of a large tensor, `exp_avg` and the square root of `exp_avg_sq` are codes
+and scales of blocks (dynamic8.py): 2.03 bytes per element instead of 8. The root needs half the
+decades of the square, so elements with small gradients keep their step size. A step decodes some
+blocks, steps them in float32, and encodes them, while they are in the cache.
+
+[Note: The same bits everywhere] A value depends on its block alone, and blocks are counted from the
+first element of the full tensor. Every operation is rounded by itself: torch may fuse an `addcmul`
+or not, depending on where in memory an element is. So neither the number of ranks, nor the division
+into buckets and chunks, changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.layout.flat import StateBlocks
+from lightning_zero.optim.blocks import full_numel
+from lightning_zero.optim.dynamic8 import BLOCK_NUMEL, Piece, decode, encode_, num_blocks, pieces_of
+
+__all__ = ["MAX_FLOAT32_NUMEL", "AdamW8bit"]
+
+MAX_FLOAT32_NUMEL = 4096  # larger tensors have moments of 8 bits
+_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments, by key
+_CODES = {"exp_avg": "exp_avg_codes", "exp_avg_sq": "exp_avg_sq_codes"}  # keys of states
+_SCALES = {"exp_avg": "exp_avg_scales", "exp_avg_sq": "exp_avg_sq_scales"}
+
+
+class AdamW8bit(Optimizer):
+    """AdamW whose moments take a quarter of the memory, on any device, with or without an engine.
+
+    The moments of tensors with at most 4,096 elements are float32. See [Note: Moments of 8 bits].
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Number that is added to the denominator.
+        weight_decay: Decoupled weight decay.
+        saves_codes: Whether a full checkpoint of an engine has codes and scales, a quarter of the
+            bytes, which only this class can load; else it has moments in float32, as those of
+            `torch.optim.AdamW`. Both are lossless.
+    """
+
+    state_blocks: ClassVar = StateBlocks(
+        BLOCK_NUMEL, frozenset(_SCALES.values()), frozenset({*_SCALES.values(), *_IS_SIGNED})
+    )
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        saves_codes: bool = False,
+    ) -> None:
+        wrong = [beta for beta in betas if not 0 <= beta < 1]
+        if wrong:
+            raise ValueError(f"each of betas must be in [0, 1), got {wrong[0]}.")
+        numbers = {"lr": float(lr), "eps": eps, "weight_decay": weight_decay}
+        for name, number in numbers.items():
+            if number < 0:
+                raise ValueError(f"{name} must not be negative, got {number}.")
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+        self.saves_codes = saves_codes
+
+    def __getstate__(self) -> dict[str, Any]:  # of copies and pickles
+        return {**super().__getstate__(), "saves_codes": self.saves_codes}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps all parameters that have a gradient; returns the loss of the closure, if any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step(parameter, parameter.grad, group)
+        return loss
+
+    def _step(self, parameter: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
+        if grad.is_sparse:
+            raise RuntimeError("AdamW8bit needs dense gradients, got a sparse one.")
+        state = self.state[parameter]
+        if not state:
+            state.update(_initial_state(parameter))
+        state["step"] += 1
+        update = _Update.of(group, float(state["step"]))
+        flat, flat_grad = parameter.reshape(-1), grad.reshape(-1)
+        if "exp_avg" in state:
+            moments = [state[moment].reshape(-1) for moment in _IS_SIGNED]
+            update(flat, flat_grad, *moments)
+        else:
+            for piece in pieces_of(flat.numel(), flat.device):
+                self._step_piece(piece, piece.of(flat), piece.of(flat_grad), state, update)
+        if flat.data_ptr() != parameter.data_ptr():  # a copy of a tensor that is not contiguous
+            parameter.copy_(flat.view(parameter.shape))
+
+    def _step_piece(
+        self, piece: Piece, values: Tensor, grad: Tensor, state: Mapping[str, Any], update: _Update
+    ) -> None:
+        exp_avg, root = (_decoded(piece, state, moment) for moment in _IS_SIGNED)
+        root = update(values, grad, exp_avg, root.mul_(root))
+        _encode(piece, exp_avg, state, "exp_avg")
+        _encode(piece, root, state, "exp_avg_sq")
+
+    # ---------------------------------------------------------------- saved states
+
+    def pack_state(self, state: Mapping[str, Any], numel: int) -> dict[str, Any]:
+        """A state as this class keeps it, of one that is packed already or has float32 moments.
+
+        Args:
+            state: State of a parameter, or some entries of it. Its tensors may be slices that
+                begin with a block.
+            numel: Elements of the full tensor.
+
+        Raises:
+            ValueError: It is a state of AMSGrad.
+        """
+        if "max_exp_avg_sq" in state:
+            raise ValueError(
+                "AdamW8bit cannot resume a state with max_exp_avg_sq: it has no amsgrad; resume "
+                "with the optimizer that saved it."
+            )
+        packed: dict[str, Any] = {}
+        for key, value in state.items():
+            if key in _IS_SIGNED and numel > MAX_FLOAT32_NUMEL:
+                packed |= _packed(key, value)
+            else:
+                packed[key] = value.float() if key in _SCALES.values() else value
+        return packed
+
+    def unpack_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state for a full checkpoint, from full tensors; see `saves_codes`."""
+        if self.saves_codes or _CODES["exp_avg"] not in state:
+            return dict(state)
+        own = {*_CODES.values(), *_SCALES.values()}
+        rest = {key: value for key, value in state.items() if key not in own}
+        return rest | {moment: _unpacked(state, moment) for moment in _IS_SIGNED}
+
+    def unpacked_bytes(self, state: Mapping[str, Any]) -> int:
+        """Bytes of the result of `unpack_state`, without making it."""
+        nbytes = 0
+        for key, value in state.items():
+            if not self.saves_codes and key in _CODES.values():
+                nbytes += torch.float32.itemsize * value.numel()
+            elif self.saves_codes or key not in _SCALES.values():
+                nbytes += value.nbytes
+        return nbytes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class, or one of `torch.optim.AdamW` or `Adam`."""
+        states = state_dict["state"]
+        # The method of torch would cast scales to the dtype of the parameter.
+        super().load_state_dict({**state_dict, "state": {}})
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        by_number = dict(zip(numbers, parameters, strict=True))
+        for number, state in states.items():
+            parameter = by_number.get(number)
+            if parameter is None:
+                self.state[number] = state
+                continue
+            moved = {key: _to(parameter.device, value) for key, value in state.items()}
+            self.state[parameter] = self.pack_state(moved, full_numel(parameter))
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    """A tensor with dimensions on `device`, row-major; a counter stays where it is."""
+    is_moved = isinstance(value, Tensor) and value.dim() > 0
+    return value.to(device).contiguous() if is_moved else value
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One step of AdamW (I. Loshchilov, F. Hutter, arXiv 1711.05101, algorithm 2)."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float  # factor of the values
+    step_size: float
+    root_factor: float  # of the denominator
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], step: float) -> _Update:
+        """Step number `step` with the settings of a parameter group."""
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        return cls(
+            beta1,
+            beta2,
+            group["eps"],
+            1 - lr * group["weight_decay"],
+            lr / (1 - beta1**step),
+            (1 - beta2**step) ** -0.5,
+        )
+
+    def __call__(self, values: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> Tensor:
+        """Changes values and moments in place; returns the root of `exp_avg_sq`.
+
+        See [Note: The same bits everywhere].
+        """
+        grad = grad.to(exp_avg.dtype)
+        exp_avg.mul_(self.beta1).add_(grad * (1 - self.beta1))
+        exp_avg_sq.mul_(self.beta2).add_((grad * grad).mul_(1 - self.beta2))
+        root = exp_avg_sq.sqrt()
+        denominator = (root * self.root_factor).add_(self.eps)
+        change = torch.div(exp_avg, denominator, out=denominator).mul_(self.step_size)
+        stepped = values.to(torch.promote_types(values.dtype, torch.float32))
+        stepped.mul_(self.decay).sub_(change)
+        if stepped is not values:
+            values.copy_(stepped)
+        return root
+
+
+def _initial_state(parameter: Tensor) -> dict[str, Any]:
+    state: dict[str, Any] = {"step": torch.tensor(0.0, dtype=torch.float32)}
+    shape, device = parameter.shape, parameter.device
+    if full_numel(parameter) <= MAX_FLOAT32_NUMEL:
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        return state | {m: torch.zeros(shape, dtype=dtype, device=device) for m in _IS_SIGNED}
+    for moment in _IS_SIGNED:
+        state[_CODES[moment]] = torch.zeros(shape, dtype=torch.uint8, device=device)
+        state[_SCALES[moment]] = _zero_scales(parameter)
+    return state
+
+
+def _zero_scales(values: Tensor) -> Tensor:
+    return torch.zeros(num_blocks(values.numel()), dtype=torch.float32, device=values.device)
+
+
+def _decoded(piece: Piece, state: Mapping[str, Any], moment: str) -> Tensor:
+    codes, scales = state[_CODES[moment]].view(-1), state[_SCALES[moment]]
+    return decode(piece.of(codes), scales[piece.blocks], is_signed=_IS_SIGNED[moment])
+
+
+def _encode(piece: Piece, values: Tensor, state: Mapping[str, Any], moment: str) -> None:
+    codes, scales = state[_CODES[moment]].view(-1), state[_SCALES[moment]]
+    encode_(values, piece.of(codes), scales[piece.blocks], is_signed=_IS_SIGNED[moment])
+
+
+def _packed(moment: str, values: Tensor) -> dict[str, Tensor]:
+    """Codes and scales of a float32 moment."""
+    codes = torch.zeros(values.shape, dtype=torch.uint8, device=values.device)
+    packed = {_CODES[moment]: codes, _SCALES[moment]: _zero_scales(values)}
+    flat = values.reshape(-1)
+    for piece in pieces_of(values.numel(), values.device):
+        part = piece.of(flat).to(torch.float32, copy=True)
+        _encode(piece, part if _IS_SIGNED[moment] else part.sqrt_(), packed, moment)
+    return packed
+
+
+def _unpacked(state: Mapping[str, Any], moment: str) -> Tensor:
+    """A float32 moment of codes and scales."""
+    codes = state[_CODES[moment]]
+    values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    for piece in pieces_of(values.numel(), values.device):
+        part = _decoded(piece, state, moment)
+        piece.of(values.view(-1)).copy_(part if _IS_SIGNED[moment] else part.mul_(part))
+    return values

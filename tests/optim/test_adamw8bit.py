@@ -1,0 +1,244 @@
+"""AdamW with moments of 8 bits, alone: its values, its states, and what it loads."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.optim import AdamW8bit
+from lightning_zero.optim.dynamic8 import BLOCK_NUMEL, decode, encode_
+
+SIZES = [(70, 61), (5001,), (64, 64), (3, 5), (2, 3, 1025)]  # two of at most 4,096 elements
+
+
+def _parameters(sizes=SIZES):
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(size, generator=generator)) for size in sizes]
+
+
+def _train(parameters, optimizer, steps):
+    for number in steps:
+        generator = torch.Generator().manual_seed(1 + number)
+        for parameter in parameters:
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = drawn.to(parameter.dtype) * 0.1
+        optimizer.step()
+
+
+def _coded(values, is_signed):
+    codes = torch.zeros(values.shape, dtype=torch.uint8)
+    scales = torch.zeros(len(values))
+    encode_(values.clone(), codes, scales, is_signed=is_signed)
+    return codes, scales
+
+
+def _assert_same(state, other):
+    assert state.keys() == other.keys()
+    for key, value in state.items():
+        assert (value.dtype, value.shape) == (other[key].dtype, other[key].shape), key
+        assert torch.equal(value, other[key]), key
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_codes_are_near_and_of_decoded_values_the_same(is_signed):
+    values = torch.randn(500, BLOCK_NUMEL) * torch.logspace(-18, 3, 500).unsqueeze(1)
+    values = values if is_signed else values.abs()
+    values[7], values[8, 1:] = 0.0, 0.0
+    codes, scales = _coded(values, is_signed)
+    decoded = decode(codes, scales, is_signed=is_signed)
+    # Relative to the largest number of a block: half of the distance in the topmost decade.
+    worst = (decoded - values).abs().amax(1) / values.abs().amax(1).clamp(min=1e-30)
+    assert worst.max() < (0.0076 if is_signed else 0.0041)
+    assert torch.equal(decoded.abs().amax(1), values.abs().amax(1))
+    again = _coded(decoded, is_signed)
+    assert torch.equal(codes, again[0])
+    assert torch.equal(scales, again[1])
+    if not is_signed:
+        assert torch.equal(decoded == 0, values == 0)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_makes_its_block_not_finite_and_no_other(number):
+    values = torch.randn(3, BLOCK_NUMEL)
+    values[1, 5] = number
+    decoded = decode(*_coded(values, is_signed=True), is_signed=True)
+    assert not decoded[1].isfinite().any()
+    assert decoded[[0, 2]].isfinite().all()
+
+
+def test_large_tensors_have_two_bytes_per_element_and_small_ones_float32():
+    parameters = _parameters()
+    optimizer = AdamW8bit(parameters)
+    _train(parameters, optimizer, range(1))
+    for parameter in parameters:
+        numel, state = parameter.numel(), optimizer.state[parameter]
+        nbytes = sum(value.nbytes for value in state.values() if value.dim())
+        blocks = -(-numel // 256)
+        assert nbytes == (8 * numel if numel <= 4096 else 2 * numel + 2 * 4 * blocks)
+
+
+def test_small_tensors_are_stepped_as_by_adamw():
+    (mine, own), options = (_parameters([(64, 64)]) for _ in range(2)), {"lr": 0.1, "eps": 1e-5}
+    _train(mine, AdamW8bit(mine, weight_decay=0.1, **options), range(20))
+    _train(own, torch.optim.AdamW(own, weight_decay=0.1, **options), range(20))
+    assert torch.allclose(mine[0], own[0], rtol=1e-5, atol=1e-6)
+
+
+def test_it_trains_like_adamw():
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 67), nn.Linear(67, 1))
+    teacher = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 1))
+    losses = []
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        module, generator, last = copy.deepcopy(network), torch.Generator().manual_seed(1), []
+        optimizer = kind(module.parameters(), lr=1e-3)
+        for _ in range(400):  # new samples in each step
+            x = torch.randn(256, 64, generator=generator)
+            optimizer.zero_grad()
+            loss = (module(x) - teacher(x).detach()).square().mean()
+            loss.backward()
+            optimizer.step()
+            last.append(loss.item())
+        losses.append(sum(last[-50:]) / 50)
+    assert losses[0] == pytest.approx(losses[1], rel=0.02), losses
+    assert losses[0] < 0.1 * last[0]
+
+
+def test_a_block_does_not_depend_on_the_rest_of_its_tensor():
+    full = _parameters([(20, 1024)])
+    _train(full, AdamW8bit(full), range(5))
+    generators = [torch.Generator().manual_seed(1 + number) for number in range(5)]
+    grads = [torch.randn((20, 1024), generator=generator) * 0.1 for generator in generators]
+    start = _parameters([(20, 1024)])[0].detach().view(-1)
+    for first, last in ((0, 5120), (5120, 15616), (15616, 20480)):
+        part = nn.Parameter(start[first:last].clone())
+        optimizer = AdamW8bit([part])
+        for grad in grads:
+            part.grad = grad.view(-1)[first:last].clone()
+            optimizer.step()
+        assert torch.equal(part, full[0].view(-1)[first:last])
+
+
+def test_resuming_its_own_state_or_one_in_float32_gives_the_same_bits():
+    parameters = _parameters()
+    optimizer = AdamW8bit(parameters)
+    _train(parameters, optimizer, range(3))
+    saved = copy.deepcopy(optimizer.state_dict())
+    unpacked = {n: optimizer.unpack_state(state) for n, state in saved["state"].items()}
+    for state in (saved["state"], unpacked):
+        mine = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        resumed = AdamW8bit(mine)
+        resumed.load_state_dict(copy.deepcopy({**saved, "state": state}))
+        expected, given = copy.deepcopy(parameters), copy.deepcopy(saved)
+        again = AdamW8bit(expected)
+        again.load_state_dict(given)
+        _train(mine, resumed, range(3, 6))
+        _train(expected, again, range(3, 6))
+        for one, other in zip(mine, expected, strict=True):
+            assert torch.equal(one, other)
+            _assert_same(resumed.state[one], again.state[other])
+
+
+@pytest.mark.parametrize("saves_codes", [True, False])
+def test_bytes_of_unpacked_states_are_known_before_they_are_made(saves_codes):
+    parameters = _parameters()
+    optimizer = AdamW8bit(parameters, saves_codes=saves_codes)
+    _train(parameters, optimizer, range(1))
+    for state in optimizer.state.values():
+        unpacked = optimizer.unpack_state(state)
+        assert optimizer.unpacked_bytes(state) == sum(value.nbytes for value in unpacked.values())
+
+
+def test_adamw_of_torch_resumes_an_unpacked_state_and_fails_on_a_packed_one():
+    parameters = _parameters()
+    optimizer = AdamW8bit(parameters)
+    _train(parameters, optimizer, range(3))
+    saved = optimizer.state_dict()
+    other = torch.optim.AdamW(parameters)
+    unpacked = {n: optimizer.unpack_state(state) for n, state in saved["state"].items()}
+    other.load_state_dict(copy.deepcopy({**saved, "state": unpacked}))
+    _train(parameters, other, range(3, 5))
+    other.load_state_dict(saved)
+    with pytest.raises(KeyError, match="exp_avg"):
+        _train(parameters, other, range(1))
+
+
+def test_it_resumes_a_state_of_adamw_of_torch():
+    mine, own = _parameters(), _parameters()
+    other = torch.optim.AdamW(own)
+    _train(own, other, range(5))
+    with torch.no_grad():
+        for one, theirs in zip(mine, own, strict=True):
+            one.copy_(theirs)
+    optimizer = AdamW8bit(mine)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    _train(own, other, range(5, 7))
+    _train(mine, optimizer, range(5, 7))
+    for one, theirs in zip(mine, own, strict=True):
+        assert torch.allclose(one, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_any_dtype_have_float32_scales(dtype):
+    parameters = [nn.Parameter(torch.randn(5000).to(dtype))]
+    optimizer = AdamW8bit(parameters)
+    _train(parameters, optimizer, range(2))
+    resumed = AdamW8bit(parameters)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _assert_same(resumed.state[parameters[0]], optimizer.state[parameters[0]])
+    assert resumed.state[parameters[0]]["exp_avg_scales"].dtype == torch.float32
+
+
+def test_a_parameter_that_is_not_contiguous_is_stepped_by_its_row_major_elements():
+    (mine, other) = (_parameters([(70, 61)])[0] for _ in range(2))
+    transposed = nn.Parameter(mine.detach().t().contiguous().t())
+    assert not transposed.is_contiguous()
+    for parameter in (transposed, other):
+        _train([parameter], AdamW8bit([parameter]), range(3))
+    assert torch.equal(transposed, other)
+
+
+def test_states_of_parameters_that_are_not_contiguous_are_resumed_row_major():
+    start = _parameters([(8, 8)])[0].detach()
+    mine, own = (nn.Parameter(start.t().contiguous().t()) for _ in range(2))
+    other = torch.optim.AdamW([own])
+    _train([own], other, range(2))
+    with torch.no_grad():
+        mine.copy_(own)
+    optimizer = AdamW8bit([mine])
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+    _train([mine], optimizer, range(2, 4))
+    _train([own], other, range(2, 4))
+    assert torch.allclose(mine, own, atol=1e-6)
+
+
+def test_a_copy_has_the_settings_and_states():
+    parameters = _parameters([(5000,)])
+    optimizer = AdamW8bit(parameters, saves_codes=True)
+    _train(parameters, optimizer, range(1))
+    copied = copy.deepcopy(optimizer)
+    assert copied.saves_codes
+    assert copied.unpack_state(next(iter(copied.state.values()))).keys() >= {"exp_avg_codes"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_a_wrong_option_is_an_error_that_names_it(options, words):
+    with pytest.raises(ValueError, match=words):
+        AdamW8bit(_parameters(), **options)
+
+
+def test_a_state_of_amsgrad_is_an_error_and_is_not_ignored():
+    parameters = _parameters([(5000,)])
+    other = torch.optim.AdamW(parameters, amsgrad=True)
+    _train(parameters, other, range(1))
+    with pytest.raises(ValueError, match="max_exp_avg_sq"):
+        AdamW8bit(parameters).load_state_dict(other.state_dict())
