@@ -143,13 +143,12 @@ class _Count:
         for slot in layout.slots:
             states = self.states.of(self.named[slot.name], dtype, slot.shape)
             if tier is Tier.NVME and not layout.has_tensor_owners:
-                files.update(states.elementwise)
-                in_memory += states.other_bytes
+                files.update(states.in_files)
+                in_memory += states.slice_bytes(len(layout.owned(slot, rank)), in_files=True)
             elif replicates or slot.owner == rank:
                 in_memory += states.full_bytes(slot.shape)
             elif slot.owner is None:
-                owned = len(layout.owned(slot, rank))
-                in_memory += owned * states.element_bytes + states.other_bytes
+                in_memory += states.slice_bytes(len(layout.owned(slot, rank)))
         yield Tier.CPU if tier is Tier.NVME and in_memory else tier, State.OPTIM, in_memory
         for size in files.values():
             nbytes = padded_bytes(layout.shard_numel * size, torch.uint8)

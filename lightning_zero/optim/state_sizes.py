@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lightning_zero.layout.flat import StateBlocks
+from lightning_zero.optim.blocks import state_blocks_of, unpack_state
 from lightning_zero.optim.clone import probe_state
 
 __all__ = [
@@ -38,11 +41,15 @@ class StateSpec:
         elementwise: Bytes per element of the states with the parameter's shape, by key.
         others: Shape and itemsize of each other tensor, such as a step counter.
         probe_shape: Shape of the probed tensor. See [Note: Probe shapes].
+        blocks: Blocks of the optimizer's states.
+        block_bytes: Bytes of the states with one number for each block, per block.
     """
 
     elementwise: dict[str, int] = field(default_factory=dict)
     others: tuple[tuple[_Shape, int], ...] = ()
     probe_shape: _Shape = ()
+    blocks: StateBlocks = field(default_factory=StateBlocks)
+    block_bytes: int = 0
 
     @property
     def element_bytes(self) -> int:
@@ -50,9 +57,17 @@ class StateSpec:
         return sum(self.elementwise.values())
 
     @property
-    def other_bytes(self) -> int:
-        """Bytes of the other states for a shard of a parameter, independent of its length."""
-        return sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
+    def in_files(self) -> dict[str, int]:
+        """Those of `elementwise` that are in files if the states of a shard are."""
+        in_memory = self.blocks.memory_keys
+        return {key: size for key, size in self.elementwise.items() if key not in in_memory}
+
+    def slice_bytes(self, numel: int, *, in_files: bool = False) -> int:
+        """Bytes of all states of a slice of `numel` elements; `in_files`: those not in files."""
+        element_bytes = self.element_bytes - (sum(self.in_files.values()) if in_files else 0)
+        others = sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
+        num_blocks = -(-numel // self.blocks.numel)
+        return numel * element_bytes + num_blocks * self.block_bytes + others
 
     def full_bytes(self, shape: _Shape) -> int:
         """Bytes of all states of a parameter of `shape` that is stepped as a full tensor."""
@@ -62,7 +77,8 @@ class StateSpec:
             math.prod(size_of.get(size, size) for size in other) * itemsize
             for other, itemsize in self.others
         )
-        return math.prod(shape) * self.element_bytes + others
+        numel = math.prod(shape)
+        return self.slice_bytes(numel) - self.slice_bytes(0) + others
 
 
 class OptimizerStates:
@@ -71,17 +87,25 @@ class OptimizerStates:
     Args:
         optimizers: Optimizers of the engine; their parameters may be on the meta device.
         fallback: States assumed for an optimizer that cannot be probed; None: raise an error.
+        are_unpacked: Whether states are those of a full checkpoint.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], fallback: StateSpec | None = None) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        fallback: StateSpec | None = None,
+        *,
+        are_unpacked: bool = False,
+    ) -> None:
         self._fallback = fallback
+        self._are_unpacked = are_unpacked
         self._member = {
             parameter: (optimizer, index)
             for optimizer in optimizers
             for index, group in enumerate(optimizer.param_groups)
             for parameter in group["params"]
         }
-        self._known: dict[tuple[int, int, _Shape, torch.dtype], StateSpec] = {}
+        self._known: dict[tuple[int, int, _Shape, int, torch.dtype], StateSpec] = {}
 
     def of(
         self, parameter: nn.Parameter, dtype: torch.dtype, shape: _Shape | None = None
@@ -98,17 +122,23 @@ class OptimizerStates:
             return StateSpec()
         optimizer, group = member
         # States may depend on the number of dims: Adafactor factors matrices only.
-        shape = _probe_shape(tuple(parameter.shape) if shape is None else shape)
-        key = (id(optimizer), group, shape, dtype)
+        shape = tuple(parameter.shape) if shape is None else shape
+        # Whether states have blocks depends on the size of the tensor.
+        numel = math.prod(shape) if state_blocks_of(optimizer).keys else 0
+        key = (id(optimizer), group, _probe_shape(shape), numel, dtype)
         if key not in self._known:
-            self._known[key] = self._find(optimizer, group, shape, dtype)
+            self._known[key] = self._find(optimizer, *key[1:])
         return self._known[key]
 
     def _find(
-        self, optimizer: Optimizer, group: int, shape: _Shape, dtype: torch.dtype
+        self, optimizer: Optimizer, group: int, shape: _Shape, numel: int, dtype: torch.dtype
     ) -> StateSpec:
         try:
-            return _probe(optimizer, group, shape, dtype)
+            values = torch.ones(shape, dtype=dtype)
+            state = probe_state(optimizer, values, group, full_numel=numel or None)
+            if self._are_unpacked:
+                state = unpack_state(optimizer, state)
+            return _spec_of(state, shape, state_blocks_of(optimizer))
         except Exception as error:
             if self._fallback is not None:
                 return self._fallback
@@ -126,7 +156,7 @@ def data_parallel_bytes(named: Mapping[str, nn.Parameter], optimizers: Sequence[
         optimizers: Optimizers of these parameters.
     """
     gradients = (p.numel() * p.dtype.itemsize for p in named.values() if p.requires_grad)
-    return full_checkpoint_bytes(named, optimizers) + sum(gradients)
+    return _full_bytes(named, OptimizerStates(optimizers, StateSpec())) + sum(gradients)
 
 
 def full_checkpoint_bytes(
@@ -136,7 +166,11 @@ def full_checkpoint_bytes(
 
     Rank 0 holds them in CPU memory while it saves. Arguments are those of `data_parallel_bytes`.
     """
-    states, nbytes = OptimizerStates(optimizers, StateSpec()), 0
+    return _full_bytes(named, OptimizerStates(optimizers, StateSpec(), are_unpacked=True))
+
+
+def _full_bytes(named: Mapping[str, nn.Parameter], states: OptimizerStates) -> int:
+    nbytes = 0
     for parameter in named.values():
         nbytes += parameter.numel() * parameter.dtype.itemsize
         nbytes += states.of(parameter, parameter.dtype).full_bytes(tuple(parameter.shape))
@@ -150,15 +184,17 @@ def _probe_shape(shape: _Shape) -> _Shape:
     return (*_SMALL[:num_dims], *[1] * (num_dims - len(_SMALL)))
 
 
-def _probe(optimizer: Optimizer, index: int, shape: _Shape, dtype: torch.dtype) -> StateSpec:
-    """Steps a copy of `optimizer` once, with the settings of group `index`, on a CPU tensor."""
-    state = probe_state(optimizer, torch.ones(shape, dtype=dtype), index)
+def _spec_of(state: Mapping[str, Any], shape: _Shape, blocks: StateBlocks) -> StateSpec:
+    """States like those of a parameter of `shape` after a step."""
     elementwise: dict[str, int] = {}
     others: list[tuple[_Shape, int]] = []
+    block_bytes = 0
     for key, value in state.items():
-        if isinstance(value, Tensor) and value.shape == shape:
+        if key in blocks.keys:
+            block_bytes += value.element_size()
+        elif isinstance(value, Tensor) and value.shape == shape:
             elementwise[key] = value.element_size()
         else:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             others += [(tuple(leaf.shape), leaf.element_size()) for leaf in tensors]
-    return StateSpec(elementwise, tuple(others), shape)
+    return StateSpec(elementwise, tuple(others), shape, blocks, block_bytes)

@@ -53,6 +53,7 @@ from lightning_zero.layout.offload import OffloadConfig, Tier
 from lightning_zero.layout.stage import State
 from lightning_zero.layout.units import find_blocks
 from lightning_zero.optim.clone import parameters_of
+from lightning_zero.optim.dynamic8 import in_one_piece
 from lightning_zero.planner.counts import BucketCounts, Counts, Peak, Windows
 from lightning_zero.planner.planned_engine import copies_on_cpu, planned_engine
 from lightning_zero.planner.shapes_only import Results, ShapesOnly
@@ -168,6 +169,7 @@ class EngineRuns:
                 stack.enter_context(warnings.catch_warnings())
                 stack.enter_context(_frozen_garbage())
                 warnings.simplefilter("ignore")
+                stack.enter_context(in_one_piece())
                 stack.enter_context(ShapesOnly(self._results, meter.look))
                 return self._train(config, of, few, meter)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Optimizers of torch with default settings, by name."""
+"""Optimizers with default settings, by name: those of torch, and those of this package."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.optim.adamw8bit import AdamW8bit
+
 __all__ = ["OPTIMIZER_NAMES", "make_optimizers"]
 
 _FACTORIES: dict[str, type[Optimizer]] = {
@@ -16,13 +18,14 @@ _FACTORIES: dict[str, type[Optimizer]] = {
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
+_FACTORIES["adamw8bit"] = AdamW8bit
 OPTIMIZER_NAMES = tuple(sorted([*_FACTORIES, "sgd_momentum"]))
 
 
 def make_optimizers(
     name: str, named: Mapping[str, nn.Parameter], blocks: Collection[str] = ()
 ) -> list[Optimizer]:
-    """Makes torch optimizers with default settings for all trainable parameters.
+    """Makes optimizers with default settings for all trainable parameters.
 
     "sgd_momentum" is SGD with momentum. Muon steps the matrices of the blocks; AdamW steps the
     other parameters.
