@@ -20,8 +20,9 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
   input of the reduce-scatter or all-reduce. `Gradients.unsharded_grads`, or made there.
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
-- Optimizer states: 1-D, own elements, master dtype, or those of full tensors; in files on NVMe
-  (`Shards.state_stores`), otherwise in the optimizer.
+- Optimizer states: 1-D, own elements, master dtype or codes, or a number for each block of them
+  (`Shards.state_layout`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
+  otherwise in the optimizer.
 
 [Note: Phases of a bucket]
 
