@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, load_checkpoint, save_checkpoint
 from lightning_zero.optim import AdamW8bit
@@ -160,6 +161,7 @@ def test_what_two_ranks_saved_three_and_two_resume_with_the_same_bits(tmp_path):
         for found in run_ranks(world_size, _resume, str(tmp_path), cases, timeout_s=240)[0]:
             assert_bits(found, values, states)
     _assert_torch_resumes(torch.load(tmp_path / "full.ckpt"))
+    _assert_torch_reads(tmp_path / "sharded", tmp_path / "joined.pt")
 
 
 def _assert_torch_resumes(saved):
@@ -174,6 +176,17 @@ def _assert_torch_resumes(saved):
     for own, other, value in zip(module.parts, alone.parts, values, strict=True):
         assert torch.equal(other, value)
         assert torch.allclose(own, value, atol=2e-3)
+
+
+def _assert_torch_reads(folder, target):
+    """DCP of torch joins the shards of codes and scales."""
+    dcp_to_torch_save(folder, target)
+    joined = torch.load(target, weights_only=False)["optimizer_0"]["state"]
+    _, states = expected()
+    for number, state in states.items():
+        own = joined[f"parts.{number}"]
+        assert own.keys() == state.keys()
+        assert all(torch.equal(own[key], value) for key, value in state.items())
 
 
 def _assign(rank, world_size):
