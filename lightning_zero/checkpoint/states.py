@@ -287,8 +287,8 @@ def sharded_optimizer_state(
             elif parameter in own_of:
                 for key, value in entry.items():
                     if bucket.shards.is_sharded_state(index, key, value):
-                        part, layout = partial(_identity, value), bucket.shards.state_layout(key)
-                        of_key = f"{key} {source}"
+                        layout = bucket.shards.state_layouts.of(key)
+                        part, of_key = partial(_identity, value), f"{key} {source}"
                         entry[key] = _shard(of_key, bucket, index, value.dtype, part, layout)
                 state[name] = entry
     groups = [

@@ -21,7 +21,7 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
 - Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype or codes, or a number for each block of them
-  (`Shards.state_layout`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
+  (`Shards.state_layouts`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
   otherwise in the optimizer.
 
 [Note: Phases of a bucket]

@@ -137,7 +137,7 @@ class Masters:
             key: Key of the state.
             slices: By slot, 1-D as `Shards.slice_state` makes them; None counts as zeros.
         """
-        layout = self._shards.state_layout(key)
+        layout = self._shards.state_layouts.of(key)
         bucket = self._bucket
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)

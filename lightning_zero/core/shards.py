@@ -7,7 +7,6 @@ For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.profiler import record_function
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.full_tensors import FullTensors
-from lightning_zero.layout.flat import OwnedLayout, ShardLayout
+from lightning_zero.layout.flat import OwnedLayout, ShardLayout, StateLayouts
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan, Master
 from lightning_zero.layout.stage import State
@@ -52,6 +51,7 @@ class Shards:
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Own elements.
+        state_layouts: Layouts of this rank's shards of optimizer states, by key.
         step_layout: Elements that this rank steps: own ones, or the full tensors that it owns.
         full_tensors: Exchange of full tensors in a step; None: own elements are stepped, or this is
             the only shard.
@@ -80,6 +80,7 @@ class Shards:
         self._unsharded_params = unsharded_params
         self.has_separate_master = plan.master.is_separate
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
+        self.state_layouts = StateLayouts(self.layout, plan.blocks)
         self.step_layout: ShardLayout | OwnedLayout = self.layout
         self.full_tensors: FullTensors | None = None
         if plan.layout.has_tensor_owners and not self.replicates_optim:
@@ -310,31 +311,9 @@ class Shards:
 
     # ---------------------------------------------------------------- optimizer states
 
-    @cached_property
-    def _block_layout(self) -> ShardLayout:
-        layout = self.plan.layout.in_blocks(self.plan.blocks.numel)
-        return layout.of_rank(self._rank, is_replicated=self.replicates_optim)
-
-    def is_in_blocks(self, key: str) -> bool:
-        """Whether optimizer state `key` has one number for each block of elements."""
-        return key in self.plan.blocks.keys
-
-    def state_layout(self, key: str) -> ShardLayout:
-        """Layout of optimizer state `key`, if it is sharded: own elements, or own blocks."""
-        return self._block_layout if self.is_in_blocks(key) else self.layout
-
     def is_sharded_state(self, index: int, key: str, value: object) -> bool:
         """Whether `value` is this rank's shard of optimizer state `key` of slot `index`."""
-        return is_elementwise_state(value, len(self.state_layout(key).owned(index)))
-
-    def part_of_state(self, index: int, key: str, part: range) -> slice:
-        """Part of this rank's shard of optimizer state `key` of slot `index`.
-
-        `part`: elements of the slot, counted as `layout.ranges`; they begin with a block.
-        """
-        first = self.layout.ranges[index].start
-        numel = self.plan.blocks.numel if self.is_in_blocks(key) else 1
-        return slice((part.start - first) // numel, -((first - part.stop) // numel))
+        return is_elementwise_state(value, len(self.state_layouts.of(key).owned(index)))
 
     def slice_state(self, index: int, key: str, full: Tensor) -> Tensor:
         """A copy of what this rank steps of a full optimizer state of slot `index`.
@@ -342,7 +321,8 @@ class Shards:
         The copy has the master dtype, except for integers, which are quantization codes.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
-        layout = self.state_layout(key) if self.is_in_blocks(key) else self.step_layout
+        is_in_blocks = self.state_layouts.is_in_blocks(key)
+        layout = self.state_layouts.of(key) if is_in_blocks else self.step_layout
         owned = layout.owned(index)
         part = read_flat(full, owned.start, owned.stop).view(layout.shapes[index])
         dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype

@@ -40,6 +40,7 @@ __all__ = [
     "ShardLayout",
     "Slot",
     "StateBlocks",
+    "StateLayouts",
     "assign_owners",
 ]
 
@@ -234,6 +235,42 @@ class ShardLayout:
         own = self.ranges[index]
         first = max(own.start, start)
         return range(first, max(first, min(own.stop, stop)))
+
+
+class StateLayouts:
+    """Layouts of one rank's shards of the optimizer states of a bucket, by key.
+
+    Args:
+        layout: Elements of the rank.
+        blocks: Blocks of the states.
+    """
+
+    def __init__(self, layout: ShardLayout, blocks: StateBlocks) -> None:
+        self._elements = layout
+        self._blocks = blocks
+
+    @cached_property
+    def _in_blocks(self) -> ShardLayout:
+        elements = self._elements
+        in_blocks = elements.layout.in_blocks(self._blocks.numel)
+        return in_blocks.of_rank(elements.rank, is_replicated=elements.is_replicated)
+
+    def is_in_blocks(self, key: str) -> bool:
+        """Whether state `key` has one number for each block of elements."""
+        return key in self._blocks.keys
+
+    def of(self, key: str) -> ShardLayout:
+        """Layout of state `key`, if it is sharded: the rank's elements, or its blocks."""
+        return self._in_blocks if self.is_in_blocks(key) else self._elements
+
+    def part(self, key: str, index: int, part: range) -> slice:
+        """Part of the shard of state `key` of slot `index` that belongs to some elements.
+
+        `part`: elements of the slot, counted as `ShardLayout.ranges`; they begin with a block.
+        """
+        first = self._elements.ranges[index].start
+        numel = self._blocks.numel if self.is_in_blocks(key) else 1
+        return slice((part.start - first) // numel, -((first - part.stop) // numel))
 
 
 @dataclass(frozen=True)

@@ -338,7 +338,7 @@ class ChunkStep:
             start = self.chunk.start
             return self._memory[f"state.{key}"][part.start - start : part.stop - start]
         if self._shards.is_sharded_state(index, key, value):
-            return value[self._shards.part_of_state(index, key, part)]
+            return value[self._shards.state_layouts.part(key, index, part)]
         return copy.deepcopy(value)
 
     def _store_chunk_of_state(self, index: int, part: range, stepped: Slice) -> None:
@@ -348,14 +348,14 @@ class ChunkStep:
         new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files
         for key, value in stepped.state.items():
             buffer = self._memory.get(f"state.{key}")
-            here = shards.part_of_state(index, key, part)
+            here = shards.state_layouts.part(key, index, part)
             if not is_elementwise_state(value, here.stop - here.start):
                 new[key] = value
             elif not shards.keeps_states_in_files or key in shards.plan.blocks.memory_keys:
                 if key not in new:
                     old = self._state.get(parameter, {}).get(key)
                     has_old = shards.is_sharded_state(index, key, old)
-                    numel = len(shards.state_layout(key).owned(index))
+                    numel = len(shards.state_layouts.of(key).owned(index))
                     new[key] = old if has_old else value.new_zeros(numel)
                 _write(new[key][here], value)
             elif buffer is not None:

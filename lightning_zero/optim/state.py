@@ -377,7 +377,7 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _Elementwi
 
 def _is_full_state(placement: Placement, key: str, value: object, keys: _ElementwiseKeys) -> bool:
     """Whether `value` is a full state of which each rank has a shard."""
-    if bucket_of(placement).shards.is_in_blocks(key):
+    if bucket_of(placement).shards.state_layouts.is_in_blocks(key):
         return isinstance(value, Tensor) and value.shape == full_state_shape(placement, key)
     return _is_shaped_like(placement.shape, key, value, keys)
 

@@ -74,12 +74,12 @@ def is_sliced(bucket: Bucket) -> bool:
 def full_state_shape(placement: Placement, key: str) -> tuple[int, ...]:
     """Shape of a sharded state: that of the parameter, or its number of blocks."""
     shards = bucket_of(placement).shards
-    return shards.state_layout(key).layout.slots[placement.index].shape
+    return shards.state_layouts.of(key).layout.slots[placement.index].shape
 
 
 def _spec_of(bucket: Bucket, index: int, key: str) -> ShardSpec:
     """Elements of state `key` of slot `index` that each rank has."""
-    spec, layout = bucket.shard_specs[index], bucket.shards.state_layout(key).layout
+    spec, layout = bucket.shard_specs[index], bucket.shards.state_layouts.of(key).layout
     return dataclasses.replace(spec, slot=layout.slots[index], layout=layout)
 
 
