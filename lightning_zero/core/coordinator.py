@@ -202,10 +202,9 @@ class StepCoordinator:
                 self._order.begin("a forward")
         elif self._unsharder.is_needed or self._reducer.has_stepped:
             # Without sharded parameters, only a forward after a step waits for all-gathers.
-            kind = "a forward and its backward"
             if self.is_accumulating:
-                kind += ", of several"
-            self._order.begin(kind, self._reducer.trainable())
+                self._order.note("a micro-batch that ends no step")
+            self._order.begin("a forward and its backward", self._reducer.trainable())
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

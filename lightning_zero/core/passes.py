@@ -187,7 +187,7 @@ class Pass:
         self.has_deviated = True
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Recording:
     """What is recorded of one pass key."""
 
@@ -233,21 +233,28 @@ class RecordedSchedules:
             self._last = ended.key
         if len(self._recordings) > _MAX_KEYS:
             self._recordings.clear()
-        recording = self._recordings.setdefault(ended.key, _Recording())
+        self._recordings.setdefault(ended.key, _Recording())
         if not self._has_units:
             return
+        self._recordings[ended.key] = self._judged(ended, tally, is_incomplete=is_incomplete)
+
+    def _judged(self, ended: Pass, tally: Tally, *, is_incomplete: bool) -> _Recording:
+        """What is recorded of the key of `ended` from now on."""
+        assert ended.key is not None
+        known = self._recordings[ended.key]
         if ended.schedule is None:
-            if not is_incomplete and len(ended.log) < _MAX_LOGGED:
-                recording.schedule = hoist_all_gathers(
-                    ended.log, self._numels, self._prefetch_numel
-                )
-        elif recording.schedule is not None:
-            used = tally.mask[: ended.events.num_uses]  # by any rank
-            is_unused = any(map(gt, ended.events.uses(recording.schedule), used))
-            is_mismatch = is_unused or tally.highest.has_deviated or is_incomplete
-            recording.num_mismatches = recording.num_mismatches + 1 if is_mismatch else 0
-            if recording.num_mismatches == _MAX_MISMATCHES:
-                del self._recordings[ended.key]
+            if is_incomplete or len(ended.log) >= _MAX_LOGGED:
+                return known
+            return _Recording(hoist_all_gathers(ended.log, self._numels, self._prefetch_numel))
+        if known.schedule is None:
+            return known
+        used = tally.mask[: ended.events.num_uses]  # by any rank
+        is_unused = any(map(gt, ended.events.uses(known.schedule), used))
+        if not (is_unused or tally.highest.has_deviated or is_incomplete):
+            return _Recording(known.schedule)
+        num_mismatches = known.num_mismatches + 1
+        is_dropped = num_mismatches == _MAX_MISMATCHES
+        return _Recording() if is_dropped else _Recording(known.schedule, num_mismatches)
 
 
 def hoist_all_gathers(
