@@ -94,6 +94,12 @@ class Exits:
             known = replace(known, text=text)
         self.by_rank[rank] = replace(known, is_death=known.is_death or is_death)
 
+    def close(self) -> None:
+        """Closes the handles of processes."""
+        for handle in self._handles.values():
+            os.close(handle)
+        self._handles.clear()
+
     @property
     def is_pending(self) -> bool:
         """Whether a connection has ended, and the cause is not known yet."""

@@ -33,7 +33,8 @@ Entry = dict[str, Any]  # an entry of the log; it has a "kind"; "by" is the rank
 _CONNECT_S = 5.0  # for each address of rank 0
 _GREET_S = 30.0  # for the first line of rank 0, which may be busy
 _SEND_S = 3.0  # limit for a process that receives nothing, and whose buffer is full
-_LOOK_S = 0.02  # between two looks into the store
+_LOOK_S = 0.02  # between the first two looks into the store
+_MAX_LOOK_S = 1.0  # later: one process answers all ranks
 _WARN_S = 30.0  # of waiting for rank 0
 _MAX_BYTES = 2**20  # of a line
 # A connection that is idle for days stays open on the way, and ends ten minutes after its node.
@@ -94,6 +95,7 @@ class Link:
 
     Raises:
         OSError: This rank cannot connect to rank 0.
+        RuntimeError: Rank 0 has made none in the time of the store.
     """
 
     def __init__(self, rank: int, store: Any, key: str) -> None:
@@ -139,7 +141,7 @@ class Link:
         awaited = "rank 0, which has not set up a Trainer, Fabric or Engine"
         text = f"rank {self._rank} waits for {awaited}"
         until = time.monotonic() + store.timeout.total_seconds()
-        warn_at = time.monotonic() + _WARN_S
+        warn_at, pause = time.monotonic() + _WARN_S, _LOOK_S
         while not store.check([key]):
             if time.monotonic() > until:
                 raise RuntimeError(
@@ -149,7 +151,8 @@ class Link:
             if time.monotonic() > warn_at:
                 warn_at = until
                 _log.warning("%s for %g s.", text, _WARN_S)
-            time.sleep(_LOOK_S)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _MAX_LOOK_S)
         found: dict[str, Any] = json.loads(store.get(key))
         return found
 
@@ -159,6 +162,10 @@ class Link:
         for host in filter(None, hosts):  # a node may have several network namespaces
             try:
                 made = socket.create_connection((host, to["port"]), _CONNECT_S)
+            except OSError as error:
+                errors.append(f"{host}:{to['port']}: {error}")
+                continue
+            try:
                 made.sendall(f"{to['secret']} {self._rank}\n".encode())
                 made.settimeout(_GREET_S)
                 if made.recv(1, socket.MSG_PEEK) == b"{":  # another program would close, or wait
@@ -167,6 +174,7 @@ class Link:
                 errors.append(f"{host}:{to['port']}: another program answers")
             except OSError as error:
                 errors.append(f"{host}:{to['port']}: {error}")
+            made.close()
         raise OSError(
             f"rank {self._rank} cannot connect to rank 0 ({'; '.join(errors)}): all ports must be "
             "open between the nodes of a job, as for gloo and NCCL; and rank 0 must run."

@@ -116,6 +116,7 @@ class WatchThread(threading.Thread):
                 self.send({"kind": "end", "rank": self.rank, "text": text})
                 self._link.close()
             with self.changed:
+                self.exits.close()
                 self._has_ended = True
                 self.changed.notify_all()
 

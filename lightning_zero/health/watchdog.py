@@ -62,7 +62,6 @@ _BUSY_S = 5.0  # the same for a rank that computes: it may wait for a device
 _LOOK_S = 0.1  # between two looks whether a rank has failed
 _SETTLE_S = 2.0  # from a failure until groups other than the engine's are disconnected, too
 
-
 _T = TypeVar("_T")
 
 

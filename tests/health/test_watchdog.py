@@ -724,12 +724,15 @@ def _send_many(rank, world_size):
             watchdog._thread.send({"kind": "end", "rank": 1, "text": str(number)})
     watchdog.first_with("a traceback")  # answered by rank 0 after all that is above
     dist.barrier()
+    before = len(os.listdir("/proc/self/fd"))
     watchdog._thread.stop()
-    return watchdog._thread.exits.by_rank[1].text, watchdog._thread.is_alive()
+    num_closed = before - len(os.listdir("/proc/self/fd"))
+    return watchdog._thread.exits.by_rank[1].text, watchdog._thread.is_alive(), num_closed
 
 
 def test_many_entries_at_once_do_not_block_and_the_thread_can_be_stopped():
-    assert run_ranks(2, _send_many) == [("0", False)] * 2
+    # The selector, its two wakers, a connection and a process; and on rank 0 the listener.
+    assert run_ranks(2, _send_many) == [("0", False, 6), ("0", False, 5)]
 
 
 def _die_on_another_node(rank, world_size, pace=PACE):
