@@ -50,7 +50,7 @@ def find_checkpointed(
             f"{_OPTION}=True needs repeated blocks, but {type(module).__name__} has none in a "
             f"ModuleList, ModuleDict or Sequential; name classes: {_OPTION}=[Block]."
         )
-    return outermost([one for name in names for one in _with_forward(module, name)])
+    return outermost([found for name in names for found in _with_forward(module, name)])
 
 
 def _with_forward(root: nn.Module, name: str) -> Iterator[str]:

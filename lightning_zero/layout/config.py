@@ -274,7 +274,7 @@ class ZeroConfig:
         return self.replace(stage=stage, **{name: _DEFAULTS[name] for name in unused})
 
 
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
 
 
 def _check_stage(_: str, stage: object) -> int:

@@ -135,6 +135,8 @@ def as_arguments(config: ZeroConfig) -> str:
     if checkpointed is True:
         arguments.append("activation_checkpointing=True")
     elif checkpointed:
-        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in checkpointed)
+        kinds = (
+            wanted.__name__ if isinstance(wanted, type) else repr(wanted) for wanted in checkpointed
+        )
         arguments.append(f"activation_checkpointing=[{', '.join(kinds)}]")
     return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')
