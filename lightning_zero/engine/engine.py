@@ -156,7 +156,9 @@ class Engine:
             undo.callback(self.storage.close)
             self.worker = StepWorker(device)
             undo.callback(self.worker.close)
-            self._end_checkpointing = apply_checkpointing(module, given.checkpointed_modules)
+            self._end_checkpointing = apply_checkpointing(
+                module, given.checkpointed_modules, is_selective=config.saves_matmuls
+            )
             undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
             self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
