@@ -216,6 +216,29 @@ def test_states_of_blocks_are_seen_and_written_between_steps_like_others():
         assert torch.equal(restored, states[0]["exp_avg_scales"])
 
 
+def _adopt(rank, world_size, cases):
+    """Parameters in float64 whose states an engine gets from the user, and leaves to another."""
+    module = GivenGrads().double()
+    optimizer = _optimizer(module)
+    _steps(None, module, optimizer, range(1))
+    for number, options in enumerate(cases):
+        engine = Engine(module, [optimizer], _config(options))
+        _steps(engine, module, optimizer, range(number + 1, number + 2))
+        engine.close()
+    alone = GivenGrads().double()
+    own = _optimizer(alone)
+    _steps(None, alone, own, range(len(cases) + 1))
+    for value, expected in zip(module.parts, alone.parts, strict=True):
+        assert torch.equal(value, expected)
+        for key, state in own.state[expected].items():
+            assert optimizer.state[value][key].dtype == state.dtype, key
+            assert torch.equal(optimizer.state[value][key], state), key
+
+
+def test_states_pass_from_one_engine_to_another_with_the_same_bits_in_float64():
+    run_ranks(2, _adopt, [{"stage": 0}, CASES[-1], {"stage": 1}])
+
+
 def _add_later(rank, world_size):
     """Errors for an optimizer whose parameters were another's, and for parameters of none."""
     module = GivenGrads()
