@@ -56,7 +56,7 @@ def state_blocks(optimizers: Sequence[Optimizer]) -> dict[int, StateBlocks]:
 
 def full_numel(parameter: Tensor) -> int:
     """Elements of the full tensor of a parameter; of a stand-in, those of the user's parameter."""
-    numel: int = vars(parameter).get(FULL_NUMEL, parameter.numel())
+    numel: int = getattr(parameter, FULL_NUMEL, parameter.numel())
     return numel
 
 
