@@ -31,6 +31,9 @@ MAX_FLOAT32_NUMEL = 4096  # larger tensors have moments of 8 bits
 _IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments, by key
 _CODES = {"exp_avg": "exp_avg_codes", "exp_avg_sq": "exp_avg_sq_codes"}  # keys of states
 _SCALES = {"exp_avg": "exp_avg_scales", "exp_avg_sq": "exp_avg_sq_scales"}
+# Options of torch's Adam and AdamW that have only this value here. They are in groups, so that a
+# checkpoint of one class is not resumed with the other value by another one.
+_FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
 class AdamW8bit(Optimizer):
@@ -74,7 +77,7 @@ class AdamW8bit(Optimizer):
             if not number >= 0:
                 raise ValueError(f"{name} must not be negative, got {number}.")
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | _FIXED
         )
         self.saves_codes = saves_codes
 
@@ -138,7 +141,16 @@ class AdamW8bit(Optimizer):
             state: State of a parameter, or some entries of it. Its tensors may be slices that
                 begin with a block.
             numel: Elements of the full tensor.
+
+        Raises:
+            ValueError: An entry is of another optimizer.
         """
+        others = state.keys() - {"step", *_IS_SIGNED, *_CODES.values(), *_SCALES.values()}
+        if others:
+            raise ValueError(
+                f"AdamW8bit cannot resume a state with {', '.join(sorted(others))}; resume with "
+                "the optimizer that saved it."
+            )
         packed: dict[str, Any] = {}
         for key, value in state.items():
             is_packed = key in _IS_SIGNED and numel > MAX_FLOAT32_NUMEL
@@ -152,16 +164,6 @@ class AdamW8bit(Optimizer):
         own = {*_CODES.values(), *_SCALES.values()}
         rest = {key: value for key, value in state.items() if key not in own}
         return rest | {moment: _unpacked(state, moment) for moment in _IS_SIGNED}
-
-    def unpacked_bytes(self, state: Mapping[str, Any]) -> int:
-        """Bytes of the result of `unpack_state`, without making it."""
-        nbytes = 0
-        for key, value in state.items():
-            if not self.saves_codes and key in _CODES.values():
-                nbytes += torch.float32.itemsize * value.numel()
-            elif self.saves_codes or key not in _SCALES.values():
-                nbytes += value.nbytes
-        return nbytes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or one of `torch.optim.AdamW` or `Adam`.
@@ -203,22 +205,22 @@ class AdamW8bit(Optimizer):
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    """Raises a ValueError if a group has an option of another optimizer that has an effect."""
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ValueError(f"AdamW8bit has no {name}; use an optimizer that has it.")
-    if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
-        raise ValueError(
-            "AdamW8bit has decoupled weight decay, but the state is of Adam, which adds "
-            f"weight_decay={group['weight_decay']} to gradients; resume with Adam."
-        )
+    """Raises a ValueError if an option has another value than here, and an effect."""
+    for name, value in _FIXED.items():
+        has_effect = name != "decoupled_weight_decay" or group.get("weight_decay")
+        if has_effect and group.get(name, value) != value:
+            raise ValueError(
+                f"AdamW8bit has only {name}={value}, got {group[name]}; use torch.optim.Adam or "
+                "AdamW, which have both."
+            )
 
 
 def _check_state(state: Mapping[str, Any], parameter: Tensor) -> None:
     """Raises a ValueError if `state` is not of an AdamW with a parameter of this size."""
     if "step" not in state:
         raise ValueError(
-            f"AdamW8bit cannot resume a state of {', '.join(state)}, which is not one of AdamW."
+            f"AdamW8bit cannot resume a state with {', '.join(state)} and without step; resume "
+            "with the optimizer that saved it."
         )
     numel = parameter.numel()
     sizes = dict.fromkeys([*_IS_SIGNED, *_CODES.values()], numel)
