@@ -31,8 +31,8 @@ MAX_FLOAT32_NUMEL = 4096  # larger tensors have moments of 8 bits
 _IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments, by key
 _CODES = {"exp_avg": "exp_avg_codes", "exp_avg_sq": "exp_avg_sq_codes"}  # keys of states
 _SCALES = {"exp_avg": "exp_avg_scales", "exp_avg_sq": "exp_avg_sq_scales"}
-# Options of torch's Adam and AdamW that have only this value here. They are in groups, so that a
-# checkpoint of one class is not resumed with the other value by another one.
+# Options of torch's Adam and AdamW that have only this value here. Groups have them, so that no
+# class resumes a checkpoint of another one with another value.
 _FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
@@ -169,8 +169,8 @@ class AdamW8bit(Optimizer):
         """Loads a state dict of this class, or one of `torch.optim.AdamW` or `Adam`.
 
         Raises:
-            ValueError: It has an option or states that this class does not have, or states of
-                another size. The optimizer is then unchanged.
+            ValueError: It has options or states that this class does not have, or states of another
+                size. The optimizer is then unchanged.
         """
         packed: dict[Any, Any] = {}
 
@@ -217,7 +217,7 @@ def _check_options(group: Mapping[str, Any]) -> None:
 
 def _check_state(state: Mapping[str, Any], parameter: Tensor) -> None:
     """Raises a ValueError if `state` is not of an AdamW with a parameter of this size."""
-    if "step" not in state:
+    if state and "step" not in state:
         raise ValueError(
             f"AdamW8bit cannot resume a state with {', '.join(state)} and without step; resume "
             "with the optimizer that saved it."

@@ -278,6 +278,15 @@ def test_a_state_that_does_not_fit_is_an_error_that_names_it():
             AdamW8bit(parameters).load_state_dict(saved.state_dict())
 
 
+def test_an_empty_state_is_resumed_as_none():
+    parameters = _parameters([(5000,)])
+    saved, optimizer = torch.optim.AdamW(parameters), AdamW8bit(parameters)
+    assert saved.state[parameters[0]] == {}  # creates it
+    optimizer.load_state_dict(saved.state_dict())
+    _train(parameters, optimizer, range(1))
+    assert optimizer.state[parameters[0]]["step"] == 1
+
+
 def test_hooks_of_loading_see_and_change_all_states():
     parameters = _parameters([(5000,)])
     saved = AdamW8bit(parameters)
