@@ -28,8 +28,8 @@ Otherwise gradients outlive the backward. The first one is copied into the unsha
 would make the first gradient an addition to zeros: twice the memory traffic.) This buffer has the
 parameter dtype as long as each backward is reduced, else the dtype of the mean, so that nothing is
 accumulated in 16 bits. In the parameter dtype the mean is a shard of its own. In the dtype of the
-mean the buffer is reduced in place, and the mean stays in it until the next backward, or until a
-late gradient: then, if the user has not zeroed it, it moves to memory of its own.
+mean the buffer is reduced in place, and the mean stays in it. Before the next gradient, if the user
+has not zeroed it, it moves to memory of its own, and returns when that gradient is reduced.
 
 Not done: one average over replicas in a step, after the last micro-batch. It would send less
 between groups. But until then `.grad` would be the mean of one group, ranks would have to agree
@@ -128,22 +128,26 @@ class Gradients:
         """
         zeroed = []
         for index, grad in enumerate(self.param_grads.read()):
+            is_local = self.states[index] is GradState.LOCAL
             if grad is None:
+                if is_local and self.local is not None:
+                    self.local.zero(index)
                 self.states[index] = GradState.EMPTY
                 zeroed.append(index)
-            elif self.states[index] is GradState.LOCAL:
-                if self.local is not None:
-                    self.local.take(index, grad)
+            elif is_local:
+                if self.local is not None and self.local.take(index, grad):
+                    zeroed.append(index)  # it replaces the mean, too
             else:
                 if not self.main.shows(index, grad):
                     self._copy_user_grad(index, grad)
                 self._parameters[index].grad = None
         self.main.forget(zeroed)
         if self.local is not None:
-            self._make_buffer_writable()
-            self.local.prepare(
-                outlives_backward=outlives_backward, is_empty=not self.has(GradState.LOCAL)
+            buffer = self.local.buffer
+            is_used = GradState.LOCAL in self.states or (
+                buffer is not None and self.main.is_in(buffer)
             )
+            self.local.prepare(outlives_backward=outlives_backward, is_empty=not is_used)
         self._accepts_reduced = True
         for reduced in self._reduced_early:
             self.main.add(reduced)
@@ -173,13 +177,9 @@ class Gradients:
         self._expected.discard(index)
         return not self._expected
 
-    def has(self, state: GradState) -> bool:
-        """Whether any slot is in `state`."""
-        return state in self.states
-
     @property
     def touched(self) -> list[bool]:
-        """Whether this rank contributes a gradient to the mean at the end of this backward."""
+        """Whether this rank contributes a gradient to the mean, by slot. In a backward only."""
         return [state in (GradState.LOCAL, GradState.REDUCING) for state in self.states]
 
     @property
@@ -286,24 +286,30 @@ class Gradients:
             self._add(reduction.out)
 
     def _add(self, reduced: Tensor) -> None:
-        if self._accepts_reduced:
-            self.main.add(reduced)
-        else:
+        if not self._accepts_reduced:
             self._reduced_early.append(reduced)
+            return
+        buffer = None if self.local is None else self.local.buffer
+        is_in_buffer = buffer is not None and buffer.aliases(reduced)
+        if reduced._base is not None and not is_in_buffer:
+            reduced = reduced.clone()  # a part of a buffer that was abandoned
+        self.main.add(reduced, is_in_buffer=is_in_buffer)
 
     def _make_buffer_writable(self) -> None:
         """Before the unsharded buffer is written: it may be in flight, or hold the mean.
 
-        May issue the average over replicas, which is the next one on every rank.
+        Ranks come here at different times, so no average over replicas is issued or waited for.
         """
         assert self.local is not None
-        if self._reduction is not None:
+        if self._reduction is not None and self._has_replicas:
+            self._reduction.pending.wait()
+        else:
             self.end_group_reduction()
         buffer = self.local.buffer
         if buffer is None:
             return
         if self._reduction is not None and buffer.aliases(self._reduction.out):
-            self.local.abandon()  # its average is not waited for here: other ranks may be late
+            self.local.abandon()
         elif self.main.tensor is not None:
             self.main.move_out_of(buffer)
 

@@ -246,7 +246,7 @@ class NonfiniteGuard:
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
         for bucket in self._buckets if self.policy is not None else ():
-            if bucket.grads.has(GradState.LOCAL):
+            if GradState.LOCAL in bucket.grads.states:
                 self.look(bucket, bucket.grads.local_grads())
         if self._maxima:
             self._comm.wait_for_reductions()  # the next backward may write to these gradients

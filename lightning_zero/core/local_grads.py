@@ -57,13 +57,22 @@ class LocalGrads:
             self.buffer = FlatBuffer(self._layout, self._dtype, self._device)
         return self.buffer
 
-    def take(self, index: int, grad: Tensor) -> None:
+    def take(self, index: int, grad: Tensor) -> bool:
         """Moves `grad`, the `.grad` of slot `index`, into the buffer, whose view it becomes.
 
         It is the view already if autograd has added to it, and another tensor if it is the first
-        gradient, or if the user has set it.
+        gradient, or if the user has set it. Returns whether it was another tensor.
         """
         view = self.open().views[index]
-        if grad is not view:
-            view.copy_(grad.to_dense() if grad.is_sparse else grad)
-            self._parameters[index].grad = view
+        if grad is view:
+            return False
+        view.copy_(grad.to_dense() if grad.is_sparse else grad)
+        self._parameters[index].grad = view
+        return True
+
+    def zero(self, index: int) -> None:
+        """Slot `index` was zeroed: its view, which users may hold, keeps the values."""
+        if self.buffer is not None:
+            view = self.buffer.views[index]
+            self.buffer.views[index] = view.detach()
+            view.data = view.clone()

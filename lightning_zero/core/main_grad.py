@@ -9,6 +9,7 @@ file when it is used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 from weakref import WeakSet
 
 import torch
@@ -19,7 +20,7 @@ from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep
 from lightning_zero.core.writes import is_same_memory
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.lazy import read_flat
+from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from lightning_zero.tensors.shard_spec import ShardSpec
 from lightning_zero.tensors.sharded import ShardedTensor
 from lightning_zero.tiers.grad_offload import OffloadedGrad
@@ -78,13 +79,15 @@ class MainGrad:
         """Whether the mean may be a view of `buffer`, in which its elements were reduced."""
         return self._offloaded is None and buffer.tensor.dtype == self.dtype
 
-    def add(self, reduced: Tensor) -> None:
-        """Adds a mean over ranks: `make_shard`, or a view of the unsharded gradients."""
+    def add(self, reduced: Tensor, *, is_in_buffer: bool = False) -> None:
+        """Adds a mean over ranks: `make_shard`, or, in the unsharded buffer, a view of it."""
         if self._offloaded is not None:
             self._offloaded.put(reduced, is_added=self.tensor is not None)
             self._set(self._offloaded.shard)
         elif self.tensor is None:
             self._set(reduced)
+        elif is_in_buffer:  # the sum takes no memory beside the buffer
+            self._move_to(reduced.add_(self.tensor))
         else:
             self.tensor.add_(reduced)
 
@@ -93,10 +96,28 @@ class MainGrad:
         if self._offloaded is not None:
             self._offloaded.wait()
 
+    def is_in(self, buffer: FlatBuffer) -> bool:
+        """Whether the mean is a view of `buffer`."""
+        return self.tensor is not None and buffer.aliases(self.tensor)
+
     def move_out_of(self, buffer: FlatBuffer) -> None:
         """Moves the mean out of `buffer`, to memory of its own."""
-        if self.tensor is not None and buffer.aliases(self.tensor):
-            self._set(self.tensor.clone())
+        if self.tensor is not None and self.is_in(buffer):
+            self._move_to(self.tensor.clone())
+
+    def _move_to(self, mean: Tensor) -> None:
+        """Moves to `mean`; the tensors that show the mean, which users may hold, follow."""
+        self.tensor, self.slices = mean, self._split(mean)
+        for index, part in enumerate(self.slices):
+            self._repoint(index, part)
+
+    def _repoint(self, index: int, values: Tensor) -> None:
+        """Makes the tensor that shows slot `index` show `values`."""
+        view = self._views[index]
+        if isinstance(view, ShardedTensor):
+            cast("GradShard", view.shard).repoint(values)
+        else:
+            view.data = values
 
     def forget(self, slots: Iterable[int]) -> None:
         """Drops what the user has zeroed: nothing is added to it. Users may hold the tensors."""
@@ -105,6 +126,9 @@ class MainGrad:
         zeroed = self.held.intersection(slots)
         self.held -= zeroed
         if self.held:
+            for index in sorted(zeroed):
+                self._repoint(index, _copy(self.slices[index]))
+                [self._views[index]] = self._make_views([index])
             if zeroed:
                 self.apply_(Tensor.zero_, sorted(zeroed))
             return
@@ -128,22 +152,28 @@ class MainGrad:
         """Makes `mean` the main gradient, with its slices and views."""
         if self.tensor is mean:
             return
-        self.tensor = mean
-        if self._offloaded is None:
-            self.slices = self._own.split(mean)
-        else:
-            self.slices = [self._offloaded.view(part.start, part.stop) for part in self._own.ranges]
+        self.tensor, self.slices = mean, self._split(mean)
+        self._views = self._make_views(range(len(self.slices)))
+
+    def _split(self, mean: Tensor) -> list[Tensor]:
+        """Elements of each slot in `mean`."""
+        if self._offloaded is not None:
+            return [self._offloaded.view(part.start, part.stop) for part in self._own.ranges]
+        slices = self._own.split(mean)
+        if not self.is_full:
+            return slices
+        return [part.view(shape) for part, shape in zip(slices, self._own.shapes, strict=True)]
+
+    def _make_views(self, slots: Sequence[int]) -> list[Tensor]:
+        """New tensors that show `slots`."""
         if self.is_full:
-            shapes = self._own.shapes
-            self.slices = [part.view(s) for part, s in zip(self.slices, shapes, strict=True)]
-            self._views = [part.detach() for part in self.slices]
-            return
-        parts = [GradShard(self, self._overlapped, i, part) for i, part in enumerate(self.slices)]
+            return [self.slices[index].detach() for index in slots]
+        parts = [GradShard(self, self._overlapped, i, self.slices[i]) for i in slots]
         if self._offloaded is not None:
             self._grad_shards.update(parts)
-        self._views = [
-            ShardedTensor.of(part, spec, "p.grad", part.values)
-            for part, spec in zip(parts, self._shard_specs, strict=True)
+        return [
+            ShardedTensor.of(part, self._shard_specs[part.index], "p.grad", part.values)
+            for part in parts
         ]
 
     # ---------------------------------------------------------------- `.grad`
@@ -167,6 +197,7 @@ class MainGrad:
 
         Collective if it is sharded in another way.
         """
+        self._overlapped.wait()
         if self.tensor is None:
             self.add(self.make_shard(is_zero=True))
             self.wait()
@@ -195,6 +226,7 @@ class MainGrad:
         `indices`: slots; None: all at once, with padding, which must stay zero.
         """
         assert self.tensor is not None
+        self._overlapped.wait()  # a worker may read it
         if self._offloaded is None:
             for part in [self.tensor] if indices is None else [self.slices[i] for i in indices]:
                 change(part)
@@ -214,5 +246,9 @@ class MainGrad:
         """Yields the mean, if it is on the device, in other memory than `buffer`."""
         if self.tensor is None or self._offloaded is not None:
             return
-        if buffer is None or not buffer.aliases(self.tensor):
+        if buffer is None or not self.is_in(buffer):
             yield self.tensor
+
+
+def _copy(values: Tensor) -> Tensor:
+    return values.read() if isinstance(values, LazyTensor) else values.clone()

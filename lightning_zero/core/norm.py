@@ -95,6 +95,7 @@ def clip_by_norm(
             _change(bucket, parameters, multiply)
         elif slots := _fetched(bucket, parameters):  # without padding, which would become NaN
             if value is None:
+                bucket.wait_for_step()  # a worker may read them
                 slices = [bucket.grads.main.slices[index] for index in slots]
                 torch._foreach_mul_(slices, scale.to(slices[0].dtype))
             else:

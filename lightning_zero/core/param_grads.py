@@ -218,6 +218,10 @@ class GradShard:
         if isinstance(self.values, LazyTensor):
             self.values = self.values.read()
 
+    def repoint(self, values: Tensor) -> None:
+        """The elements are in `values` from now on."""
+        self.values = values
+
     def change(self, write: Callable[[Tensor], object]) -> None:
         self.overlapped.wait()
         if self.means.slices and self.means.slices[self.index] is self.values:

@@ -186,7 +186,10 @@ class Reducer:
         self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         return _Flags(
-            [bucket in self._reduced and bucket.grads.has(GradState.LOCAL) for bucket in buckets],
+            [
+                bucket in self._reduced and GradState.LOCAL in bucket.grads.states
+                for bucket in buckets
+            ],
             [bucket.grads.touched for bucket in buckets],
             self.guard.flags(ends_step=self.ends_step),
         ).pack()
@@ -272,6 +275,8 @@ class _InFlight:
 
     def add(self, bucket: Bucket) -> None:
         """Adds a bucket whose reduction was issued after `end_earlier`."""
+        if bucket in self._buckets:  # a late gradient: its reduction before has ended
+            self._buckets.remove(bucket)
         self._buckets.append(bucket)
         if not self._overlaps:
             self.finish()

@@ -61,10 +61,12 @@ class Step:
         begin_pass: Begins a pass with all ranks; called before a use if none is open.
 
     Attributes:
+        units: All units, the root first.
         shards_params: Whether the parameters of any unit are sharded.
         ended_by: What has ended the run; None: it goes on.
         order: The collective order of all ranks, in this run.
         reducer: Reduces the gradients, in this run.
+        prefetcher: Unshards units before their use, in this run.
         is_in_backward: Whether a backward is in progress.
         has_forward: Whether a forward with gradients has run since the last backward.
         last_used: Name of the unit whose forward or backward began last.

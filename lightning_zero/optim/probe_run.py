@@ -264,8 +264,8 @@ def _leaves(value: Any) -> list[Any]:
 
 def are_same(value: Any, other: Any) -> bool:
     """Whether two trees of numbers are equal, where NaN equals NaN."""
-    ones, others = tree_leaves(value), tree_leaves(other)
-    return len(ones) == len(others) and all(map(_is_same, ones, others))
+    values, others = tree_leaves(value), tree_leaves(other)
+    return len(values) == len(others) and all(map(_is_same, values, others))
 
 
 def _is_same(value: Any, other: Any) -> bool:
@@ -280,7 +280,7 @@ def _kinds_of(group: Mapping[str, Any], seen: set[tuple[_Kind, str]]) -> list[_K
 
     Args:
         group: A parameter group.
-        seen: Larger kinds so far, with the settings of their groups; new ones are added. Groups
+        seen: Larger kinds so far, with the settings of their groups; new values are added. Groups
             that differ only in numbers, such as learning rates by layer, share them.
     """
     settings = repr({k: v for k, v in group.items() if k != "params" and not isinstance(v, float)})

@@ -174,6 +174,39 @@ def _hold(rank, world_size, settings):
     engine.close()
 
 
+def _hold_on(rank, world_size, settings):
+    """A gradient that a user holds grows with later ones, as in torch, until it is zeroed."""
+    module, _, engine = _engine(**settings)
+    x = torch.ones(2, 32)
+    engine.backward(module(x).sum())
+    once, held = full_grad(module[1].weight), module[1].weight.grad
+    zeroed, alone = full_grad(module[0].weight), module[0].weight.grad
+    sizes = [sum(bucket.grads.allocated_bytes for bucket in engine.buckets)]
+    module[0].weight.grad = None  # the others stay
+    for number in (2, 3):
+        engine.backward(module(x).sum())
+        sizes.append(sum(bucket.grads.allocated_bytes for bucket in engine.buckets))
+        full = held.full_tensor() if settings["stage"] else held
+        torch.testing.assert_close(full, number * once)
+        assert module[1].weight.grad is held
+        torch.testing.assert_close(full_grad(module[0].weight), (number - 1) * zeroed)
+    assert torch.equal(alone.full_tensor() if settings["stage"] else alone, zeroed)
+    if not settings["stage"]:
+        with engine.no_sync():
+            engine.backward(module(x).sum())
+        module[1].weight.grad = torch.ones(32, 32)  # instead of all of it
+        engine.finish_reductions()
+        torch.testing.assert_close(full_grad(module[1].weight), torch.ones(32, 32))
+    engine.close()
+    return sizes
+
+
+@pytest.mark.parametrize("settings", [{"stage": stage} for stage in (0, 1, 3)])
+def test_a_gradient_that_a_user_holds_is_added_to_in_the_same_memory(settings):
+    for sizes in run_ranks(2, _hold_on, settings):
+        assert len(set(sizes)) == 1
+
+
 @pytest.mark.default_cases("settings9")
 @pytest.mark.parametrize(
     "settings",

@@ -237,6 +237,40 @@ def test_gradients_in_files_are_changed_in_place_as_others_are(change):
     run_ranks(2, _in_files, change)
 
 
+def _change_late(rank, world_size, stage):
+    for change in (clip_late, clip_values_late, set_late):
+        runs = []
+        for overlaps in (False, True):
+            net, optimizer, engine = build(stage, overlap_step=overlaps)
+            for number in range(2):
+                backward(rank, net, engine, number)
+                engine.step()
+                change(net, engine)
+            engine.step()
+            engine.close()
+            runs.append([p.detach().clone() for p in net.parameters()])
+        assert all(map(torch.equal, *runs)), change.__name__
+
+
+def clip_late(net, engine):
+    engine.clip_grad_norm_(1e-3)
+
+
+def clip_values_late(net, engine):
+    engine.clip_grad_value_(1e-3)
+
+
+def set_late(net, engine):
+    for parameter in net.parameters():
+        parameter.grad = torch.full(parameter.shape, 2.0)
+    engine.grad_norm()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_that_are_changed_after_a_step_do_not_reach_it(stage):
+    run_ranks(2, _change_late, stage)
+
+
 def _data_in_files(rank, world_size):
     os.makedirs("swap", exist_ok=True)
     swap = OffloadConfig("nvme", nvme_path="swap")
