@@ -1,0 +1,91 @@
+"""What the checks found: a table, a page of Markdown and JSON, without names of hosts and users."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning_zero.check.ranks import Check, Outcome
+from lightning_zero.observe.tables import table
+
+__all__ = ["Line", "as_table", "redacted", "write_report"]
+
+_PATH = re.compile(r"(?<![\w./<])~?(?:/[\w.+@%=:-]+){2,}/?")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?")
+
+
+class Line(NamedTuple):
+    """A check, what it found, and how long it took."""
+
+    check: Check
+    outcome: Outcome
+    seconds: float
+
+
+def redacted(text: str) -> str:
+    """`text` without paths, addresses, and the names of this host and its user."""
+    names = {platform.node(), platform.node().partition(".")[0], os.environ.get("MASTER_ADDR", "")}
+    with suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    text = _ADDRESS.sub("ADDRESS", _PATH.sub("PATH", text))
+    for name in sorted(names - {""}, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "NAME", text)
+    return text
+
+
+def as_table(lines: Sequence[Line]) -> str:
+    """The lines as a table of the terminal's width."""
+    rows = [[c.name, found.result, f"{s:.1f}", found.text] for c, found, s in lines]
+    return table([["check", "result", "s", "found"], *rows], left=(0, 1, 3))
+
+
+def write_report(lines: Sequence[Line], given: Mapping[str, Any], out: Path) -> str:
+    """Writes both files into `out`; returns what to do with them. `given`: options."""
+    page, data = out / "lightning-zero-check.md", out / "lightning-zero-check.json"
+    page.write_text(_as_page(lines, given))
+    keys = ("check", "result", "text", "seconds", "numbers")
+    found = [
+        dict(zip(keys, (c.name, o.result, o.text, round(s, 2), o.numbers), strict=True))
+        for c, o, s in lines
+    ]
+    data.write_text(json.dumps({"options": given, "checks": found}, indent=1) + "\n")
+    return (
+        f"Please send {page.name} and {data.name}, also if all is well: open an issue at "
+        f"{_tracker()}, paste the page and attach the JSON file. They have no names of hosts, "
+        "users or paths; read them before you send them."
+    )
+
+
+def _as_page(lines: Sequence[Line], given: Mapping[str, Any]) -> str:
+    results = [line.outcome.result for line in lines]
+    counts = ", ".join(f"{results.count(r)} {r}" for r in ("ok", "failed", "skipped"))
+    options = ", ".join(name for name, value in given.items() if value) or "none"
+    seconds = sum(line.seconds for line in lines)
+    parts = [f"# lightning-zero check: {counts}\n", f"{seconds:.0f} s; options: {options}.\n"]
+    parts += ["| check | result | s | found |", "|---|---|---|---|"]
+    for check, outcome, seconds in lines:
+        what = (check.run.__doc__ or "").splitlines()[0].rstrip(".")
+        text = outcome.text.replace("|", "\\|")
+        parts.append(f"| {what} | **{outcome.result}** | {seconds:.1f} | {text} |")
+    return "\n".join(parts) + "\n"
+
+
+def _tracker() -> str:
+    """Address of the issue tracker, from the URLs of the installed package."""
+    with suppress(PackageNotFoundError):
+        entries = metadata("lightning-zero").get_all("Project-URL") or []
+        urls = {
+            label.lower(): url for label, _, url in (entry.partition(", ") for entry in entries)
+        }
+        for label in ("issues", "repository"):
+            if label in urls:
+                return str(urls[label])
+    return "the issue tracker of the project"

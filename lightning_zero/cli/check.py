@@ -1,0 +1,81 @@
+"""`lightning-zero check`: tries training on this machine; package `check` has the checks."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from lightning_zero.check.checks import CHECKS
+from lightning_zero.check.ranks import Check, Run, join_ranks, run_check
+from lightning_zero.check.report import Line, as_table, redacted, write_report
+from lightning_zero.cli.plan import source_from_arguments
+from lightning_zero.tiers.disk import remove_abandoned
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
+    """Runs the checks and writes the report into --out; returns 1 if a check has failed."""
+    make_model = partial(_model_of, args) if args.model or args.module else None
+    if make_model is not None:
+        make_model()  # an error of the arguments ends the command here
+    args.out.mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with tempfile.TemporaryDirectory(prefix="lightning-zero-check-", dir=args.out) as shared:
+            run, store = join_ranks(args.ranks, on_cpu=args.on_cpu)
+            run = replace(run, is_quick=args.quick, nvme_path=args.nvme_path, make_model=make_model)
+            lines = _run_all(run, checks, Path(shared).resolve())
+            del store  # children and other processes were connected to it
+    finally:
+        if args.nvme_path is not None:
+            remove_abandoned(Path(args.nvme_path))  # files of ranks that failed
+        signal.signal(signal.SIGTERM, before)
+    if run.is_first:
+        names = ("quick", "model", "module", "nvme_path", "on_cpu")
+        print(f"\n{as_table(lines)}\n", flush=True)
+        print(write_report(lines, {n: bool(getattr(args, n)) for n in names}, args.out))
+    return int(any(line.outcome.result == "failed" for line in lines))
+
+
+def _run_all(run: Run, checks: Sequence[Check], shared: Path) -> list[Line]:
+    """Runs the checks one after the other, with a line for each. Collective."""
+    store, lines = run.connect(), []
+    if run.is_first:
+        store.set("shared", str(shared))
+    run = replace(run, shared=Path(store.get("shared").decode()))
+    for number, check in enumerate(checks, 1):
+        if run.is_first:
+            print(f"{number:2}/{len(checks)} {check.name} ... ", end="", flush=True)
+        began = time.monotonic()
+        found = run_check(run, check, str(number))
+        lines.append(
+            Line(check, replace(found, text=redacted(found.text)), time.monotonic() - began)
+        )
+        if run.is_first:
+            print(f"{found.result} ({lines[-1].seconds:.1f} s)", flush=True)
+            print(found.trace, end="", file=sys.stderr, flush=True)
+    num_processes = run.size // len(run.own)
+    store.add("ended", 1)
+    while run.is_first and store.add("ended", 0) < num_processes:
+        time.sleep(0.05)  # this process may hold the store
+    return lines
+
+
+def _model_of(args: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    source = source_from_arguments(args)
+    if source.step is None:
+        raise ValueError(
+            f"the shapes of the inputs of {args.module} are not known: give them with --input "
+            "8x3x224x224, for example."
+        )
+    return source.module, source.step
