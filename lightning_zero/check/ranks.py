@@ -262,9 +262,10 @@ def _describe(error: BaseException) -> Outcome:
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """The innermost line outside torch."""
+    """The innermost line outside torch, and the function of torch that it is in."""
     own = [frame for frame in frames if "/torch/" not in frame.filename] or frames
-    return f"{own[-1].name}, {Path(own[-1].filename).name}:{own[-1].lineno}"
+    inner = "" if own[-1] is frames[-1] else f"{frames[-1].name} in "
+    return f"{inner}{own[-1].name}, {Path(own[-1].filename).name}:{own[-1].lineno}"
 
 
 def form_group(at: Rank) -> None:
@@ -281,5 +282,5 @@ def form_group(at: Rank) -> None:
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_local))
     options |= {"store": _STORES.PrefixStore(at.key, at.of.connect())}
-    options |= {"timeout": timedelta(seconds=at.check.limit_s)}
+    options |= {"timeout": timedelta(seconds=at.check.limit_s + _GRACE_S)}
     dist.init_process_group(rank=at.rank, world_size=at.size, **options)

@@ -9,9 +9,10 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_zero.check.ranks import Check, Outcome
 from lightning_zero.observe.tables import table
@@ -47,14 +48,13 @@ def as_table(lines: Sequence[Line]) -> str:
     return table([["check", "result", "s", "found"], *rows], left=(0, 1, 3))
 
 
-def write_report(lines: Sequence[Line], given: Mapping[str, Any], out: Path) -> str:
-    """Writes both files into `out`; returns what to do with them. `given`: options."""
+def write_report(lines: Sequence[Line], given: Mapping[str, bool], out: Path) -> str:
+    """Writes both files into `out`; returns what to do with them. `given`: which options are."""
     page, data = out / "lightning-zero-check.md", out / "lightning-zero-check.json"
     page.write_text(_as_page(lines, given))
-    keys = ("check", "result", "text", "seconds", "numbers")
     found = [
-        dict(zip(keys, (c.name, o.result, o.text, round(s, 2), o.numbers), strict=True))
-        for c, o, s in lines
+        {"check": check.name, "seconds": round(seconds, 2), **asdict(replace(outcome, trace=""))}
+        for check, outcome, seconds in lines
     ]
     data.write_text(json.dumps({"options": given, "checks": found}, indent=1) + "\n")
     return (
@@ -64,12 +64,12 @@ def write_report(lines: Sequence[Line], given: Mapping[str, Any], out: Path) -> 
     )
 
 
-def _as_page(lines: Sequence[Line], given: Mapping[str, Any]) -> str:
+def _as_page(lines: Sequence[Line], given: Mapping[str, bool]) -> str:
     results = [line.outcome.result for line in lines]
     counts = ", ".join(f"{results.count(r)} {r}" for r in ("ok", "failed", "skipped"))
-    options = ", ".join(name for name, value in given.items() if value) or "none"
-    seconds = sum(line.seconds for line in lines)
-    parts = [f"# lightning-zero check: {counts}\n", f"{seconds:.0f} s; options: {options}.\n"]
+    options = ", ".join(name for name, is_given in given.items() if is_given) or "none"
+    total = sum(line.seconds for line in lines)
+    parts = [f"# lightning-zero check: {counts}\n", f"{total:.0f} s; options: {options}.\n"]
     parts += ["| check | result | s | found |", "|---|---|---|---|"]
     for check, outcome, seconds in lines:
         what = (check.run.__doc__ or "").splitlines()[0].rstrip(".")
@@ -81,11 +81,8 @@ def _as_page(lines: Sequence[Line], given: Mapping[str, Any]) -> str:
 def _tracker() -> str:
     """Address of the issue tracker, from the URLs of the installed package."""
     with suppress(PackageNotFoundError):
-        entries = metadata("lightning-zero").get_all("Project-URL") or []
-        urls = {
-            label.lower(): url for label, _, url in (entry.partition(", ") for entry in entries)
-        }
-        for label in ("issues", "repository"):
-            if label in urls:
-                return str(urls[label])
+        for entry in metadata("lightning-zero").get_all("Project-URL") or ():
+            label, _, url = entry.partition(", ")
+            if label.lower() == "issues":
+                return str(url)
     return "the issue tracker of the project"

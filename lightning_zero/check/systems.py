@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -26,6 +27,7 @@ Loss = Callable[[nn.Module], Tensor]  # of one micro-batch
 TINY = DecoderShape(64, 2, 4, 128)
 # With a large eps a wrong scale of a gradient changes the step, and rounding hardly does.
 _ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-2}
+_MAX_NORM = 0.1
 
 
 def decoder(at: Rank, shape: DecoderShape = TINY) -> nn.Module:
@@ -68,23 +70,26 @@ class Experts(nn.Module):
 
 
 class DDP:
-    """DistributedDataParallel, in turn with other systems."""
+    """DistributedDataParallel, and base of the other systems."""
 
     def __init__(self, at: Rank, module: nn.Module, *, finds_unused: bool = False) -> None:
         devices = [at.device] if at.of.on_cuda else None
-        self.module = module
-        self.model: Any = DistributedDataParallel(
-            module, device_ids=devices, find_unused_parameters=finds_unused
-        )
+        wrap = partial(DistributedDataParallel, find_unused_parameters=finds_unused)
+        self._begin(module, wrap(module, device_ids=devices))
+
+    def _begin(self, module: nn.Module, model: Any) -> None:
+        self.module, self.model = module, model
         self.optimizer = AdamW(module.parameters(), **_ADAMW)
+        self.clips = itertools.cycle((False, True))
 
     def step(self, losses: Sequence[Loss]) -> None:
-        """Takes one step on these micro-batches, with clipped gradients."""
+        """Takes a step on these micro-batches; every second one clips the gradients."""
         self.optimizer.zero_grad()
         for loss in losses:
             with nullcontext() if loss is losses[-1] else self.model.no_sync():
                 (loss(self.model) / len(losses)).backward()
-        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+        if next(self.clips):
+            nn.utils.clip_grad_norm_(self.module.parameters(), _MAX_NORM)
         self.optimizer.step()
 
     def close(self) -> None:
@@ -98,17 +103,14 @@ class FSDP2(DDP):
         shard = partial(fully_shard, mesh=init_device_mesh(at.device.type, (at.size,)))
         for block in module.get_submodule("blocks").children():
             shard(block)
-        shard(module)
-        self.module = self.model = module
-        self.optimizer = AdamW(module.parameters(), **_ADAMW)
+        self._begin(module, shard(module))
 
 
 class Zero(DDP):
     """The engine."""
 
     def __init__(self, module: nn.Module, **settings: Any) -> None:
-        self.module = self.model = module
-        self.optimizer = AdamW(module.parameters(), **_ADAMW)
+        self._begin(module, module)
         self.engine = Engine(module, [self.optimizer], ZeroConfig(**settings))
 
     def step(self, losses: Sequence[Loss]) -> None:
@@ -116,7 +118,8 @@ class Zero(DDP):
         for loss in losses:
             with nullcontext() if loss is losses[-1] else self.engine.no_sync():
                 self.engine.backward(loss(self.module) / len(losses))
-        self.engine.clip_grad_norm_(1.0)
+        if next(self.clips):
+            self.engine.clip_grad_norm_(_MAX_NORM)
         self.engine.step()
 
     def close(self) -> None:

@@ -24,51 +24,51 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
-    """Runs the checks and writes the report into --out; returns 1 if a check has failed."""
+    """Runs the checks, and writes the report on rank 0; returns 1 there if a check has failed."""
     make_model = partial(_model_of, args) if args.model or args.module else None
     if make_model is not None:
         make_model()  # an error of the arguments ends the command here
     args.out.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
-        with tempfile.TemporaryDirectory(prefix="lightning-zero-check-", dir=args.out) as shared:
+        with tempfile.TemporaryDirectory(prefix="lightning-zero-check-", dir=args.out) as folder:
             run, store = join_ranks(args.ranks, on_cpu=args.on_cpu)
-            run = replace(run, is_quick=args.quick, nvme_path=args.nvme_path, make_model=make_model)
-            lines = _run_all(run, checks, Path(shared).resolve())
-            del store  # children and other processes were connected to it
+            if run.is_first:
+                store.set("check/shared", str(Path(folder).resolve()))
+            run = replace(
+                run,
+                is_quick=args.quick,
+                nvme_path=args.nvme_path,
+                make_model=make_model,
+                shared=Path(store.get("check/shared").decode()),
+            )
+            lines = [_run(run, check, n, len(checks)) for n, check in enumerate(checks, 1)]
+            store.add("check/ended", len(run.own))
+            while run.is_first and store.add("check/ended", 0) < run.size:
+                time.sleep(0.05)  # this process may hold the store
     finally:
         if args.nvme_path is not None:
             remove_abandoned(Path(args.nvme_path))  # files of ranks that failed
         signal.signal(signal.SIGTERM, before)
-    if run.is_first:
-        names = ("quick", "model", "module", "nvme_path", "on_cpu")
-        print(f"\n{as_table(lines)}\n", flush=True)
-        print(write_report(lines, {n: bool(getattr(args, n)) for n in names}, args.out))
+    if not run.is_first:
+        return 0
+    print(f"\n{as_table(lines)}\n", flush=True)
+    names = ("quick", "model", "module", "nvme_path", "on_cpu")
+    print(write_report(lines, {name: bool(getattr(args, name)) for name in names}, args.out))
     return int(any(line.outcome.result == "failed" for line in lines))
 
 
-def _run_all(run: Run, checks: Sequence[Check], shared: Path) -> list[Line]:
-    """Runs the checks one after the other, with a line for each. Collective."""
-    store, lines = run.connect(), []
+def _run(run: Run, check: Check, number: int, count: int) -> Line:
+    """Runs one check, and prints a line. Collective."""
     if run.is_first:
-        store.set("shared", str(shared))
-    run = replace(run, shared=Path(store.get("shared").decode()))
-    for number, check in enumerate(checks, 1):
-        if run.is_first:
-            print(f"{number:2}/{len(checks)} {check.name} ... ", end="", flush=True)
-        began = time.monotonic()
-        found = run_check(run, check, str(number))
-        lines.append(
-            Line(check, replace(found, text=redacted(found.text)), time.monotonic() - began)
-        )
-        if run.is_first:
-            print(f"{found.result} ({lines[-1].seconds:.1f} s)", flush=True)
-            print(found.trace, end="", file=sys.stderr, flush=True)
-    num_processes = run.size // len(run.own)
-    store.add("ended", 1)
-    while run.is_first and store.add("ended", 0) < num_processes:
-        time.sleep(0.05)  # this process may hold the store
-    return lines
+        print(f"{number:2}/{count} {check.name} ... ", end="", flush=True)
+    began = time.monotonic()
+    found = run_check(run, check, str(number))
+    line = Line(check, replace(found, text=redacted(found.text)), time.monotonic() - began)
+    if run.is_first:
+        print(f"{found.result} ({line.seconds:.1f} s)", flush=True)
+        print(found.trace, end="", file=sys.stderr, flush=True)
+    return line
 
 
 def _model_of(args: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
