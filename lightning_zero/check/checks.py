@@ -35,6 +35,7 @@ from lightning_zero.check.systems import (
     micro_batches,
 )
 from lightning_zero.checkpoint import load_checkpoint, save_checkpoint
+from lightning_zero.comm.fake import fake_world
 from lightning_zero.health.world import leave_world
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.stage import STAGES
@@ -54,18 +55,14 @@ def versions(at: Rank) -> Found:
     """Versions, and what the ranks run on."""
     name = torch.cuda.get_device_name(at.device) if at.of.on_cuda else "CPU"
     everyone = _gather(at, (platform.node(), name))
-    numbers = {
-        "ranks": at.size,
-        "nodes": len({node for node, _ in everyone}),
-        "devices": ", ".join(sorted({name for _, name in everyone})),
-        "CPU cores": os.cpu_count(),
-        "lightning_zero": __version__,
-        "torch": torch.__version__,
-        "lightning": version(chosen().value),
-        "python": platform.python_version(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if at.of.on_cuda else None,
-    }
-    return ", ".join(f"{name} {value}" for name, value in numbers.items() if value), numbers
+    nodes, names = (sorted(set(found)) for found in zip(*everyone, strict=True))
+    numbers: dict[str, Any] = {"ranks": at.size, "nodes": len(nodes), "devices": ", ".join(names)}
+    numbers |= {"CPU cores": os.cpu_count(), "python": platform.python_version()}
+    numbers |= {"torch": torch.__version__, "lightning": version(chosen().value)}
+    if at.of.on_cuda:
+        numbers["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    numbers["lightning_zero"] = __version__
+    return ", ".join(f"{name} {value}" for name, value in numbers.items()), numbers
 
 
 def _gather(at: Rank, value: Any) -> list[Any]:
@@ -149,7 +146,7 @@ def branches(at: Rank) -> Found:
         x = torch.full((4, 32), 1.0 + step + at.rank, device=at.device)
         return [lambda model: model(x, (step + at.rank) % 2)]
 
-    return _compare(at, _in_stages(at), _EXACT, make, losses, finds_unused=True)
+    return _compare(at, _in_stages(at), _EXACT, make, losses)
 
 
 def _in_stages(at: Rank, suffix: str = "", **settings: Any) -> dict[str, dict[str, Any]]:
@@ -163,17 +160,15 @@ def _compare(
     limit: float,
     make: Callable[[], nn.Module] | None = None,
     losses: Callable[[int], Sequence[Loss]] | None = None,
-    *,
-    finds_unused: bool = False,
 ) -> Found:
     """Trains by DDP and in each way; raises an AssertionError if weights differ."""
     make, losses = make or partial(decoder, at), losses or partial(micro_batches, at)
     before = _weights(make())
-    expected = _train(DDP(at, make(), finds_unused=finds_unused), losses)
+    expected = _train(DDP(at, make()), losses)
     _, change = _farthest(before, expected)
     numbers, wrong = {}, []
     for way, settings in ways.items():
-        name, far = _farthest(_train(Zero(make(), **settings), losses), expected)
+        name, far = _farthest(_train(Zero(at, make(), **settings), losses), expected)
         numbers[way] = far / change
         if not numbers[way] <= limit:
             wrong.append(f"{way}: {name} is off by {numbers[way]:.2g} of the largest change")
@@ -217,7 +212,7 @@ def raising_rank(at: Rank) -> Found:
 def _lose(at: Rank, cause: str) -> Found:
     """Trains until the last rank raises `cause`, or is killed if that is empty."""
     _need_two_ranks(at)
-    system, last = Zero(decoder(at), stage=3), at.size - 1
+    system, last = Zero(at, decoder(at), stage=3), at.size - 1
     try:
         for step in range(1000):
             began = time.monotonic()
@@ -247,7 +242,7 @@ def checkpoint(at: Rank) -> Found:
         raise Skipped("the nodes do not share the folder --out")
     full, shards = at.of.shared / "full", at.of.shared / "shards"
     steps, found = (2, 3), {}
-    system = Zero(decoder(at), stage=3)
+    system = Zero(at, decoder(at), stage=3)
     for step in (0, 1):
         system.step(micro_batches(at, step))
     save_checkpoint(system.engine, full)
@@ -262,7 +257,7 @@ def checkpoint(at: Rank) -> Found:
     if half.rank < half.size:
         form_group(half)
         for stage in (1, 3):
-            system = Zero(decoder(half), stage=stage)
+            system = Zero(half, decoder(half), stage=stage)
             load_checkpoint(system.engine, shards)
             found[f"stage {stage}"] = _train(system, partial(micro_batches, half), steps)
     numbers = {way: _farthest(weights, expected)[1] for way, weights in found.items()}
@@ -283,7 +278,7 @@ def bytes_per_rank(at: Rank) -> Found:
     shape, numbers = _shape(at), {}
     loss = as_loss(at, 0, slice(None), 2, 65, vocab_size=shape.vocab_size)
     for stage in (1, 2, 3):
-        system = Zero(decoder(at, shape), stage=stage)
+        system = Zero(at, decoder(at, shape), stage=stage)
         for _ in range(3):
             system.step([loss])
         peak = torch.cuda.max_memory_allocated() if at.of.on_cuda else 0
@@ -309,17 +304,39 @@ def bytes_per_rank(at: Rank) -> Found:
 
 def time_of_a_step(at: Rank) -> Found:
     """A step of DDP, FSDP2 and each stage, in turn: the median, of the slowest rank."""
-    shape, num_rounds = _shape(at), 3 if at.of.is_quick else 15
-    loss = as_loss(at, at.rank, slice(None), 4, 129, vocab_size=shape.vocab_size)
-    systems: dict[str, DDP] = {cls.__name__: cls(at, decoder(at, shape)) for cls in (DDP, FSDP2)}
-    systems |= {f"stage {stage}": Zero(decoder(at, shape), stage=stage) for stage in (1, 2, 3)}
+    return _times(at, _shape(at), ["DDP", "FSDP2", "stage 1", "stage 2", "stage 3"])
+
+
+def simulated_group(at: Rank) -> Found:
+    """A step of FSDP2 and stage 3 as rank 0 of 8, without communication."""
+    leave_world()
+    if at.rank > 0:
+        return "", {}
+    blocks_of_7b = DecoderShape(4096, 8, 32, 32000, hidden=11008, is_gated=True)
+    with fake_world(0, 8):
+        shape = blocks_of_7b if at.of.on_cuda else _shape(at)
+        return _times(replace(at, size=8), shape, ["FSDP2", "stage 3"])
+
+
+def _times(at: Rank, shape: DecoderShape, names: Sequence[str]) -> Found:
+    """The systems take turns; on a GPU in bfloat16."""
+    num_rounds, dtype = 3 if at.of.is_quick else 15, "bfloat16" if at.of.on_cuda else None
+    makers: dict[str, Callable[..., DDP]] = {"DDP": DDP, "FSDP2": FSDP2}
+    makers |= {f"stage {s}": partial(Zero, stage=s, param_dtype=dtype) for s in (1, 2, 3)}
+    systems = [makers[name](at, decoder(at, shape)) for name in names]
+    next_token = as_loss(at, at.rank, slice(None), 4, 129, vocab_size=shape.vocab_size)
+
+    def loss(model: nn.Module) -> Tensor:
+        with torch.autocast(at.device.type, torch.bfloat16, enabled=at.of.on_cuda):
+            return next_token(model)
+
     times = torch.empty(num_rounds + 2, len(systems), device=at.device)
     for number in range(num_rounds + 2):  # two rounds warm up
         for index in range(len(systems)):
             turn = (number + index) % len(systems)
-            times[number, turn] = _timed(at, partial([*systems.values()][turn].step, [loss]))
+            times[number, turn] = _timed(at, partial(systems[turn].step, [loss]))
     dist.all_reduce(times, dist.ReduceOp.MAX)
-    medians = dict(zip(systems, map(statistics.median, times[2:].T.tolist()), strict=True))
+    medians = dict(zip(names, map(statistics.median, times[2:].T.tolist()), strict=True))
     text = ", ".join(f"{name} {1000 * median:.1f}" for name, median in medians.items())
     return f"{text} ms, {shape.num_layers} layers of width {shape.width}", medians
 
@@ -369,18 +386,7 @@ def disk(at: Rank) -> Found:
     return f"{text} per rank{'' if store.is_direct else ', through the page cache'}", rates
 
 
-CHECKS = (
-    Check(versions),
-    Check(stages),
-    Check(precisions),
-    Check(tiers),
-    Check(own_model),
-    Check(branches),
-    Check(killed_rank, loses="was killed by SIGKILL"),
-    Check(raising_rank, loses=_CAUSE),
-    Check(checkpoint),
-    Check(bytes_per_rank),
-    Check(time_of_a_step),
-    Check(bandwidth),
-    Check(disk),
-)
+CHECKS = [Check(run) for run in (versions, stages, precisions, tiers, own_model, branches)]
+CHECKS += [Check(killed_rank, loses="was killed by SIGKILL"), Check(raising_rank, loses=_CAUSE)]
+CHECKS += [Check(run) for run in (checkpoint, bytes_per_rank, time_of_a_step, simulated_group)]
+CHECKS += [Check(run) for run in (bandwidth, disk)]

@@ -7,15 +7,19 @@ They form their group through the store of the parents, and put there what they 
 
 from __future__ import annotations
 
+import getpass
 import json
 import multiprocessing
 import os
+import platform
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,17 +30,8 @@ import torch.distributed as dist
 from lightning_zero.health.exits import describe_exit
 from lightning_zero.health.world import open_store
 
-__all__ = [
-    "Check",
-    "Found",
-    "Outcome",
-    "Rank",
-    "Run",
-    "Skipped",
-    "form_group",
-    "join_ranks",
-    "run_check",
-]
+__all__ = ["Check", "Found", "Outcome", "Rank", "Run", "Skipped", "form_group", "join_ranks"]
+__all__ += ["redacted", "run_check"]
 
 Found = tuple[str, Mapping[str, Any]]  # a sentence, and numbers by name
 Model = tuple[torch.nn.Module, Callable[[torch.nn.Module], torch.Tensor]]
@@ -45,6 +40,8 @@ _STORES: Any = dist  # its types lack them
 _START = timedelta(minutes=5)  # in which the launcher starts all processes
 _GRACE_S = 15.0  # from the first failure until ranks that still wait say where
 _POLL_S = 0.1
+_PATH = re.compile(r"(?<![\w./<])~?(?:/[\w.+@%=:-]+){2,}/?")
+_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?")
 
 
 class Skipped(Exception):  # noqa: N818
@@ -178,12 +175,9 @@ def run_check(run: Run, check: Check, key: str) -> Outcome:
                 if child.exitcode is not None and not store.check([keys[rank]]):
                     _report(store, key, rank, Outcome("failed", describe_exit(child.exitcode)))
             time.sleep(_POLL_S)
-        found = [
-            Outcome(**json.loads(store.get(name)))
-            if store.check([name])
-            else Outcome("failed", "does not answer")
-            for name in keys
-        ]
+        lost = asdict(Outcome("failed", "does not answer"))
+        answers = (json.loads(store.get(k)) if store.check([k]) else lost for k in keys)
+        found = [Outcome(**answer) for answer in answers]
     finally:
         for child in children.values():
             child.kill()
@@ -194,7 +188,19 @@ def run_check(run: Run, check: Check, key: str) -> Outcome:
 def _report(store: Any, key: str, rank: int, outcome: Outcome) -> None:
     if outcome.result == "failed":
         store.set(f"{key}/failed", "")
+    outcome = replace(outcome, text=redacted(outcome.text))
     store.set(f"{key}/{rank}", json.dumps(asdict(outcome)))
+
+
+def redacted(text: str) -> str:
+    """`text` without paths, addresses, and the names of this host and its user."""
+    names = {platform.node(), platform.node().partition(".")[0], os.environ.get("MASTER_ADDR", "")}
+    with suppress(OSError, KeyError):
+        names.add(getpass.getuser())
+    text = _ADDRESS.sub("ADDRESS", _PATH.sub("PATH", text))
+    for name in sorted(names - {""}, key=len, reverse=True):
+        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "NAME", text)
+    return text
 
 
 def _judge(check: Check, outcomes: Sequence[Outcome]) -> Outcome:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
 import json
-import os
-import platform
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -17,10 +13,7 @@ from typing import NamedTuple
 from lightning_zero.check.ranks import Check, Outcome
 from lightning_zero.observe.tables import table
 
-__all__ = ["Line", "as_table", "redacted", "write_report"]
-
-_PATH = re.compile(r"(?<![\w./<])~?(?:/[\w.+@%=:-]+){2,}/?")
-_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b(?::\d+)?")
+__all__ = ["Line", "as_table", "write_report"]
 
 
 class Line(NamedTuple):
@@ -29,17 +22,6 @@ class Line(NamedTuple):
     check: Check
     outcome: Outcome
     seconds: float
-
-
-def redacted(text: str) -> str:
-    """`text` without paths, addresses, and the names of this host and its user."""
-    names = {platform.node(), platform.node().partition(".")[0], os.environ.get("MASTER_ADDR", "")}
-    with suppress(OSError, KeyError):
-        names.add(getpass.getuser())
-    text = _ADDRESS.sub("ADDRESS", _PATH.sub("PATH", text))
-    for name in sorted(names - {""}, key=len, reverse=True):
-        text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "NAME", text)
-    return text
 
 
 def as_table(lines: Sequence[Line]) -> str:

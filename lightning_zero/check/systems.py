@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -21,7 +21,8 @@ from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.planner.shapes import Decoder, DecoderShape
 
-__all__ = ["DDP", "FSDP2", "TINY", "Experts", "Loss", "Zero", "as_loss", "decoder", "micro_batches"]
+__all__ = ["DDP", "FSDP2", "Experts", "Loss", "Zero", "as_loss", "decoder", "materialized"]
+__all__ += ["micro_batches"]
 
 Loss = Callable[[nn.Module], Tensor]  # of one micro-batch
 TINY = DecoderShape(64, 2, 4, 128)
@@ -33,7 +34,20 @@ _MAX_NORM = 0.1
 def decoder(at: Rank, shape: DecoderShape = TINY) -> nn.Module:
     """A language model, with the same values on every rank."""
     torch.manual_seed(0)
-    return Decoder(shape).to(at.device)
+    with at.device:
+        return Decoder(shape)
+
+
+def materialized(module: nn.Module, device: torch.device) -> nn.Module:
+    """A module from the meta device, with random values that are the same on every rank."""
+    module.to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(std=0.02)
+        for buffer in module.buffers():
+            buffer.zero_()
+    return module
 
 
 def as_loss(at: Rank, step: int, samples: slice, *size: int, vocab_size: int = 128) -> Loss:
@@ -72,10 +86,10 @@ class Experts(nn.Module):
 class DDP:
     """DistributedDataParallel, and base of the other systems."""
 
-    def __init__(self, at: Rank, module: nn.Module, *, finds_unused: bool = False) -> None:
-        devices = [at.device] if at.of.on_cuda else None
-        wrap = partial(DistributedDataParallel, find_unused_parameters=finds_unused)
-        self._begin(module, wrap(module, device_ids=devices))
+    def __init__(self, at: Rank, module: nn.Module) -> None:
+        unused = isinstance(module, Experts)
+        model = DistributedDataParallel(module, find_unused_parameters=unused)
+        self._begin(module, model)
 
     def _begin(self, module: nn.Module, model: Any) -> None:
         self.module, self.model = module, model
@@ -97,10 +111,13 @@ class DDP:
 
 
 class FSDP2(DDP):
-    """torch's `fully_shard` on every block and on the root."""
+    """torch's `fully_shard` on every block and on the root; on a GPU in bfloat16."""
 
     def __init__(self, at: Rank, module: nn.Module) -> None:
-        shard = partial(fully_shard, mesh=init_device_mesh(at.device.type, (at.size,)))
+        dtype = torch.bfloat16 if at.of.on_cuda else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(at.device.type, (at.size,))
+        shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
         for block in module.get_submodule("blocks").children():
             shard(block)
         self._begin(module, shard(module))
@@ -109,7 +126,7 @@ class FSDP2(DDP):
 class Zero(DDP):
     """The engine."""
 
-    def __init__(self, module: nn.Module, **settings: Any) -> None:
+    def __init__(self, at: Rank, module: nn.Module, **settings: Any) -> None:
         self._begin(module, module)
         self.engine = Engine(module, [self.optimizer], ZeroConfig(**settings))
 
@@ -124,15 +141,3 @@ class Zero(DDP):
 
     def close(self) -> None:
         self.engine.close()
-
-
-def materialized(module: nn.Module, device: torch.device) -> nn.Module:
-    """A module from the meta device, with random values that are the same on every rank."""
-    module.to_empty(device=device)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.normal_(std=0.02)
-        for buffer in module.buffers():
-            buffer.zero_()
-    return module

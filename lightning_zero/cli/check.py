@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zero.check.checks import CHECKS
 from lightning_zero.check.ranks import Check, Run, join_ranks, run_check
-from lightning_zero.check.report import Line, as_table, redacted, write_report
+from lightning_zero.check.report import Line, as_table, write_report
 from lightning_zero.cli.plan import source_from_arguments
 from lightning_zero.tiers.disk import remove_abandoned
 
@@ -35,13 +35,8 @@ def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
             run, store = join_ranks(args.ranks, on_cpu=args.on_cpu)
             if run.is_first:
                 store.set("check/shared", str(Path(folder).resolve()))
-            run = replace(
-                run,
-                is_quick=args.quick,
-                nvme_path=args.nvme_path,
-                make_model=make_model,
-                shared=Path(store.get("check/shared").decode()),
-            )
+            run = replace(run, shared=Path(store.get("check/shared").decode()))
+            run = replace(run, is_quick=args.quick, nvme_path=args.nvme_path, make_model=make_model)
             lines = [_run(run, check, n, len(checks)) for n, check in enumerate(checks, 1)]
             store.add("check/ended", len(run.own))
             while run.is_first and store.add("check/ended", 0) < run.size:
@@ -64,7 +59,7 @@ def _run(run: Run, check: Check, number: int, count: int) -> Line:
         print(f"{number:2}/{count} {check.name} ... ", end="", flush=True)
     began = time.monotonic()
     found = run_check(run, check, str(number))
-    line = Line(check, replace(found, text=redacted(found.text)), time.monotonic() - began)
+    line = Line(check, found, time.monotonic() - began)
     if run.is_first:
         print(f"{found.result} ({line.seconds:.1f} s)", flush=True)
         print(found.trace, end="", file=sys.stderr, flush=True)

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from lightning_zero.check import checks, ranks
-from lightning_zero.check.ranks import Check, Outcome
-from lightning_zero.check.report import redacted
+from lightning_zero.check.ranks import Check, Outcome, redacted
 from lightning_zero.cli import check
 from lightning_zero.cli.options import add_commands
 from lightning_zero.engine.engine import Engine
