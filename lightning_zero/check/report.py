@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -35,8 +34,9 @@ def write_report(lines: Sequence[Line], given: Mapping[str, bool], out: Path) ->
     page, data = out / "lightning-zero-check.md", out / "lightning-zero-check.json"
     page.write_text(_as_page(lines, given))
     found = [
-        {"check": check.name, "seconds": round(seconds, 2), **asdict(replace(outcome, trace=""))}
-        for check, outcome, seconds in lines
+        {"check": c.name, "result": o.result, "seconds": round(s, 2), "text": o.text}
+        | {"numbers": o.numbers}
+        for c, o, s in lines
     ]
     data.write_text(json.dumps({"options": given, "checks": found}, indent=1) + "\n")
     return (

@@ -87,8 +87,8 @@ class DDP:
     """DistributedDataParallel, and base of the other systems."""
 
     def __init__(self, at: Rank, module: nn.Module) -> None:
-        unused = isinstance(module, Experts)
-        model = DistributedDataParallel(module, find_unused_parameters=unused)
+        may_be_unused = not isinstance(module, Decoder)
+        model = DistributedDataParallel(module, find_unused_parameters=may_be_unused)
         self._begin(module, model)
 
     def _begin(self, module: nn.Module, model: Any) -> None:

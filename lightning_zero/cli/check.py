@@ -39,8 +39,9 @@ def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
             run = replace(run, is_quick=args.quick, nvme_path=args.nvme_path, make_model=make_model)
             lines = [_run(run, check, n, len(checks)) for n, check in enumerate(checks, 1)]
             store.add("check/ended", len(run.own))
-            while run.is_first and store.add("check/ended", 0) < run.size:
-                time.sleep(0.05)  # this process may hold the store
+            until = time.monotonic() + 30 if run.is_first else 0  # this process may have the store
+            while store.add("check/ended", 0) < run.size and time.monotonic() < until:
+                time.sleep(0.05)
     finally:
         if args.nvme_path is not None:
             remove_abandoned(Path(args.nvme_path))  # files of ranks that failed

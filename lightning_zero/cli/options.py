@@ -106,7 +106,9 @@ def _add_check(subparsers: _Subparsers) -> None:
     parser.set_defaults(first_line="loading torch", overrides=[], config_name=None)
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer cases: about a minute")
-    group = parser.add_argument_group("your model (random values, AdamW, in float32)")
+    group = parser.add_argument_group(
+        "your model (random values, AdamW, float32, default settings)"
+    )
     add_model = group.add_mutually_exclusive_group().add_argument
     shape = "config.json of a Hugging Face model, whose shape is trained; or a preset of `plan`"
     add_model("--config", dest="model", metavar="CONFIG.json", help=shape)
