@@ -96,7 +96,7 @@ class Check:
     """
 
     run: Callable[[Rank], Found]
-    limit_s: float = 150.0
+    limit_s: float = 240.0
     loses: str | None = None
 
     @property
