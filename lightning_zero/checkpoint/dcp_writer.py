@@ -333,7 +333,7 @@ def merge_metadata(planner: DefaultSavePlanner, written: list[_Written]) -> Meta
     metadata.state_dict_metadata = {
         name: entries[name] for name in planner.state_dict if name in entries
     }
-    metadata.storage_data = {each.index: each.storage_data for one in results for each in one}
+    metadata.storage_data = {each.index: each.storage_data for result in results for each in result}
     metadata.version = CURRENT_DCP_VERSION
     return metadata
 

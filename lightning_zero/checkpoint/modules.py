@@ -49,19 +49,19 @@ def replace_sharded_parameters(
     is_replaced: set[nn.Parameter] = set()
     for engine in engines:
         slots = _slots_of(engine)
-        wanted = [slots[p] for one in found.values() for p in one.parameters if p in slots]
+        wanted = [slots[p] for finder in found.values() for p in finder.parameters if p in slots]
         first = engine.comm.control.gather_objects(sorted({*wanted}))[0]
         is_replaced |= slots.keys() if first else set()
         plain |= _unshard(first, engine, named if isinstance(named, Mapping) else {})
-    sharded = [one for finder in found.values() for one in finder.sharded]
+    sharded = [tensor for finder in found.values() for tensor in finder.sharded]
     counts = engines[0].comm.control.gather_objects(len(sharded))
     if len(set(counts)) > 1:
         raise ValueError(
             f"the entries of a checkpoint have {counts} sharded tensors, in the order of ranks; "
             "put the same tensors into them on every rank."
         )
-    for one in sharded:
-        plain[id(one)] = one.full_tensor().cpu()
+    for tensor in sharded:
+        plain[id(tensor)] = tensor.full_tensor().cpu()
     if engines[0].comm.rank == 0:
         for key, finder in found.items():
             if finder.sharded or not is_replaced.isdisjoint(finder.parameters):

@@ -285,7 +285,12 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step (default: 1)")
     precision = "precision of the Trainer (default: that of a configuration, or bf16-mixed)"
     add("--precision", choices=PRECISIONS, metavar="NAME", help=precision)
-    add("--optimizer", default="adamw", metavar="NAME", help="optimizer of torch (default: adamw)")
+    add(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help="optimizer of torch, or adamw8bit (default: adamw)",
+    )
     add(
         "--average",
         action="append",

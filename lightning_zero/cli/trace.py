@@ -67,7 +67,7 @@ def _waits(recordings: Sequence[Recording]) -> str:
     least, others = by_wait[0], by_wait[1:]
     if not others:
         return f"compute waited {least.waited_for_others_s * 1e3:.1f} ms"
-    more = fmean(one.waited_for_others_s for one in others) - least.waited_for_others_s
+    more = fmean(rank.waited_for_others_s for rank in others) - least.waited_for_others_s
     share = more / (max(recording.seconds for recording in recordings) or 1)
     return (
         f"rank {least.rank} was last: the others waited {more * 1e3:.1f} ms longer "

@@ -341,9 +341,9 @@ class DeviceBackend(Backend):
 
     All-gathers and reductions each have a stream, so that a reduction that waits for a backward
     does not delay the all-gather of the next bucket. Copies from the CPU have one, too, and overlap
-    the previous all-gather. Each side stream first waits for the current stream, on which the
-    buffers were allocated and written. These streams have high priority, because other ranks wait
-    for their work.
+    the previous all-gather. Each side stream first waits for the current stream, directly or
+    through the copy: there the buffers were allocated and written. These streams have high
+    priority, because other ranks wait for their work.
 
     By default both use one communicator, which runs its kernels one after the other, in the order
     in which all ranks issue them (core/order.py). `gather_group` is a second communicator. Then an

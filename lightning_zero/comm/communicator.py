@@ -53,7 +53,7 @@ _GROUPS_AT_ONCE = 9  # default group, control plane, channels, gloo's data plane
 
 
 class Communicator:
-    """Collectives over flat buffers. Every method is collective: every rank, same order.
+    """Collectives over flat buffers. Every rank calls them in one order.
 
     Without a process group the world is this process alone.
 

@@ -17,8 +17,9 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
 - Unreadable data: what `.data` points at while the parameter is sharded or in flight, for C++ that
   calls no guard: the full shape without values (`unreadable` in tensors/freed.py).
 - Unsharded gradients: flat buffer of this rank's gradients with an n-D view for each slot; the
-  input of the reduce-scatter or all-reduce. `Gradients.unsharded_grads`, or made there.
-- Main gradient (`Gradients.main_grad`): the mean over ranks, own elements, 1-D, reduce dtype. The
+  input of the reduce-scatter or all-reduce. `LocalGrads.buffer`, in stages
+  2 and 3 a temporary of the collective.
+- Main gradient (`MainGrad.tensor`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype or codes, or a number for each block of them
   (`Shards.state_layouts`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
@@ -243,7 +244,7 @@ class Bucket:
         if transforms is None:
             return
         kinds = torch._C._functorch.TransformType
-        if any(one.key() in (kinds.Grad, kinds.Jvp) for one in transforms):
+        if any(transform.key() in (kinds.Grad, kinds.Jvp) for transform in transforms):
             raise RuntimeError(
                 "a transform of torch.func (grad, vjp, jvp, jacrev or similar) uses parameter "
                 f"{self.plan.layout.slots[0].name}, or one of the same bucket, which is sharded; "

@@ -53,13 +53,13 @@ class GradHider:
         hidden, self._hidden = self._hidden, []
         with torch.inference_mode(mode=False):
             for bucket, grads in hidden:
-                bucket.grads.param_grads.show(grads)
+                bucket.grads.param_grads.unhide(grads)
 
 
 def _call(hider: weakref.ref[GradHider], method: Callable[[GradHider], None], *_: object) -> None:
-    one = hider()
-    if one is not None:
-        method(one)
+    manager = hider()
+    if manager is not None:
+        method(manager)
 
 
 def _remove(before: Callable[..., None], after: Callable[..., None]) -> None:

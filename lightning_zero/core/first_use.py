@@ -141,7 +141,7 @@ class FirstUse:
         """
         for bucket in self._late:
             for slot, is_touched in zip(
-                bucket.plan.layout.slots, bucket.grads.is_touched, strict=True
+                bucket.plan.layout.slots, bucket.grads.touched, strict=True
             ):
                 if is_touched:
                     raise read_error(slot.name)
@@ -154,7 +154,7 @@ class FirstUse:
                 part: self._around(part)
                 for part, held in self._held.items()
                 if part not in self._called
-                and any(bucket.grads.is_touched[index] for _, bucket, index in held.values())
+                and any(bucket.grads.touched[index] for _, bucket, index in held.values())
             }
         )
 

@@ -42,6 +42,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.gradients import GradState
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.record import streams
 from lightning_zero.record.streams import Event
@@ -120,7 +121,7 @@ class NonfiniteReport:
     is_current: bool
 
     def __str__(self) -> str:
-        lines = [f"  {one}" for one in self.found[:_MAX_LINES]]
+        lines = [f"  {found}" for found in self.found[:_MAX_LINES]]
         if num_more := len(self.found) - len(lines) + self.num_more:
             lines.append(f"  and {num_more} more")
         return f"non-finite gradients in step {self.step}, before their reduction:\n" + "\n".join(
@@ -245,7 +246,7 @@ class NonfiniteGuard:
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
         for bucket in self._buckets if self.policy is not None else ():
-            if any(bucket.grads.is_local):
+            if bucket.grads.has(GradState.LOCAL):
                 self.look(bucket, bucket.grads.local_grads())
         if self._maxima:
             self._comm.wait_for_reductions()  # the next backward may write to these gradients
@@ -319,8 +320,8 @@ class NonfiniteGuard:
 
     def _forget_earlier_steps(self) -> None:
         """Forgets steps before the last one, unless results of them are on their way."""
-        pending = [one.looks[0].backward for one in self._copies]
-        pending += [one.look.backward for one in self._found]
+        pending = [copied.looks[0].backward for copied in self._copies]
+        pending += [found.look.backward for found in self._found]
         oldest = self._step_at(min(pending, default=self.num_backwards))
         num_dropped = max(0, min(oldest, len(self._starts) - 2))
         if num_dropped:

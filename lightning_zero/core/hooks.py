@@ -1,4 +1,4 @@
-"""Hooks on a module and its parameters, which call the coordinator before and after each use.
+"""Hooks on a module and its parameters, which call `Step` and, at the root, the coordinator.
 
 [Note: Graphs end at hooks] Our hooks are not part of a compiled graph: a graph ends at a
 hook, and another one begins after it. So a fully compiled module has one graph for each unit, and
@@ -99,7 +99,7 @@ class Hooks:
         for bucket in buckets:
             for index, parameter in enumerate(bucket.parameters):
                 if parameter.is_floating_point():
-                    hook = partial(coordinator.post_accumulate_grad, bucket, index)
+                    hook = partial(coordinator.step.post_accumulate_grad, bucket, index)
                     was_trained = parameter.requires_grad
                     parameter.requires_grad_(True)  # torch requires it for registering the hook
                     handle = parameter.register_post_accumulate_grad_hook(hook)
@@ -230,7 +230,7 @@ class Hooks:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             if module is not unit.module:
                 return
-            self._coordinator.pre_forward(unit)
+            self._coordinator.step.pre_forward(unit)
             leaves: list[Any] = []
             if torch.is_grad_enabled() and not unit.stays_unsharded:
                 leaves = tree_leaves((args, kwargs))
@@ -254,7 +254,7 @@ class Hooks:
             if torch.is_grad_enabled():
                 self._watch_outputs(unit, call, leaves)
             call.release_args()
-            self._coordinator.post_forward(unit)
+            self._coordinator.step.post_forward(unit)
 
         return hook
 
@@ -267,7 +267,7 @@ class Hooks:
 
         def arrived(key: int, _: Tensor) -> None:
             if call.arrive(key):
-                self._coordinator.post_backward(unit, call)
+                self._coordinator.step.post_backward(unit, call)
 
         for key, tensor in call.inputs.items():
             for seen in with_base(tensor):
@@ -277,7 +277,7 @@ class Hooks:
         """Calls `pre_backward` when backward reaches one of `leaves`, or a written argument."""
 
         def on_reached(_: Tensor) -> None:
-            self._coordinator.pre_backward(unit, call)
+            self._coordinator.step.pre_backward(unit, call)
 
         outputs: list[Tensor] = []
         hidden: str | None = None

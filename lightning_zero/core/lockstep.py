@@ -116,7 +116,7 @@ class Lockstep:
         """Ends the loop; serves the other ranks until all have ended theirs. Collective."""
         if self.is_in_loop:
             self.order.serve_until(RequestKind.LEFT, "the end of the loop on all ranks")
-            self._coordinator.unsharder.reshard_all()
+            self._coordinator.step.reshard_all()
             self.is_in_loop = False
             self._update_order()
 

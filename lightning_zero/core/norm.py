@@ -81,7 +81,7 @@ def clip_by_norm(
             "not clipped; error_if_nonfinite=False scales them by it anyway."
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    is_expensive = any(bucket.grads.store is not None for bucket in buckets)
+    is_expensive = any(bucket.grads.main.store is not None for bucket in buckets)
     # On a device, reading the scale would wait for it, and scaling is cheap.
     value = scale.item() if is_expensive or scale.device.type == "cpu" else None
     if value == 1.0:
@@ -95,10 +95,10 @@ def clip_by_norm(
             _change(bucket, parameters, multiply)
         elif slots := _fetched(bucket, parameters):  # without padding, which would become NaN
             if value is None:
-                slices = [bucket.grads.slices[index] for index in slots]
+                slices = [bucket.grads.main.slices[index] for index in slots]
                 torch._foreach_mul_(slices, scale.to(slices[0].dtype))
             else:
-                bucket.grads.apply_(multiply, slots)
+                bucket.grads.main.apply_(multiply, slots)
     return total
 
 
@@ -112,7 +112,7 @@ def clip_by_value(
 
 def _dtype(buckets: Iterable[Bucket]) -> torch.dtype:
     """Dtype in which ranks add: the widest of all gradients, also on a rank that owns none."""
-    return promoted_dtype(torch.float32, [bucket.grads.dtype for bucket in buckets])
+    return promoted_dtype(torch.float32, [bucket.grads.main.dtype for bucket in buckets])
 
 
 def _fetched(bucket: Bucket, parameters: set[nn.Parameter] | None) -> list[int]:
@@ -135,16 +135,16 @@ def _owned_shards(
     slots = _fetched(bucket, parameters)
     if not slots:
         return
-    grads, layout, rank = bucket.grads, bucket.plan.layout, comm.mesh.shard_rank
-    assert grads.main_grad is not None
+    main, layout, rank = bucket.grads.main, bucket.plan.layout, comm.mesh.shard_rank
+    assert main.tensor is not None
     is_unsharded = bucket.replicates_optim
     if len(slots) == len(bucket.parameters) and order >= 0:
         owned = layout.shard(rank)
-        yield grads.main_grad[owned.start : owned.stop] if is_unsharded else grads.main_grad
+        yield main.tensor[owned.start : owned.stop] if is_unsharded else main.tensor
         return
     for index in slots:
         owned = layout.owned(layout.slots[index], rank)
-        grad = grads.slices[index].reshape(-1)
+        grad = main.slices[index].reshape(-1)
         yield grad[owned.start : owned.stop] if is_unsharded else grad
 
 
@@ -154,4 +154,4 @@ def _change(
     """Changes the averaged gradients that this rank stores, in place."""
     slots = _fetched(bucket, parameters)
     if slots:
-        bucket.grads.apply_(change, None if len(slots) == len(bucket.parameters) else slots)
+        bucket.grads.main.apply_(change, None if len(slots) == len(bucket.parameters) else slots)

@@ -6,15 +6,15 @@ a forward with its backward, otherwise a forward. Its *key* is its kind and the 
 train.
 
 * A pass without a schedule is *negotiated*. A rank that needs a unit requests it in a round
-  (comm/rounds.py). The lowest request of all ranks comes first, and every rank takes part in that
+  (comm/rounds.py). The lowest request of all ranks comes first, and every rank issues its
   all-gather. The round also carries how many reductions, in `reduction_order`, every rank is ready
   for; all ranks then issue these. A rank that has ended its pass answers until all have. So rounds
   decide all events, and every rank logs the same ones.
 * Its log becomes the *recorded schedule* of its key, with all-gathers moved ahead of reductions
   (`hoist_all_gathers` in passes.py). A log that lacks reductions is not recorded: the ranks did not
-  know in advance which gradients there would be. The next pass with this key has no rounds: every
-  rank replays the schedule. It issues an event when it needs it, is ready for it, or needs a later
-  one.
+  know in advance which gradients there would be. The next pass with this key has no rounds between
+  its boundaries: every rank replays the schedule. It issues an event when it needs it, is ready for
+  it, or needs a later one.
 * A rank that needs a unit which is not in the rest of its schedule issues that rest, with the
   available gradients, and then requests the unit. The other ranks answer at the end of their pass.
   Gradients that come after their reduction are *late*: they are reduced once more, after the end.
@@ -36,10 +36,12 @@ Why this does not deadlock:
    not entered the round computes, or waits for data, which arrives by 2.
 4. Whether a pass has a schedule follows from its key and from the results of rounds, which are the
    same on all ranks. Key and the history of calls are compared in the round that begins the pass.
-   A rank waits for this round before its first event, unless no other rank can still request units
-   of the pass before, and the last training pass had this key and a schedule. So all ranks that do
-   not wait follow the same schedule. A rank with another key waits, and the mismatch ends the waits
-   of all ranks with an error.
+   A rank waits for this round before its first event, with two conditions under which it need not:
+   no other rank can still request units of the pass before, and the last training pass had this key
+   and a schedule. So all ranks that do not wait follow the same schedule. A rank with another key
+   waits, and the mismatch ends the waits of all ranks with an error.
+
+An average over replicas is no event: it follows its reduction, before the next one is sent.
 
 A rank changes what others may still all-gather only when their pass has ended, too: an optimizer
 step and a write to `parameter.data` first close an open pass with a round (`close_pass`).
@@ -116,8 +118,8 @@ class CollectiveOrder:
         self._issuer = issuer
         self._events = Events(len(numels))
         self._has_units = any(numels)  # some units are sharded
-        # Uses of units, two flags by bucket, those of the parameters, two of the guard.
-        num_bytes = self._events.num_uses + 2 * num_buckets + len(names) + 2
+        # Uses of units, flags of the buckets, of the parameters, two of the guard.
+        num_bytes = self._events.num_uses + num_buckets + len(names) + 2
         self._rounds = RoundClient(control_plane, names, num_bytes)
         self._recorded = RecordedSchedules(list(numels), prefetch_numel)
         self._stop_request = stop_request
@@ -272,7 +274,7 @@ class CollectiveOrder:
         """Notes that this rank uses `unit` now, in an open pass.
 
         `may_repeat`: a unit that the pass has used, and that is not in the rest of its schedule,
-        begins another pass, as each generated token does.
+        begins another pass, as each generated token does. Collective then, else local.
         """
         assert self._pass is not None, "a unit is used outside of a pass"
         if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
@@ -280,9 +282,9 @@ class CollectiveOrder:
         self._pass.mark_used(unit)
 
     def request_unshard(self, unit: int, *, is_backward: bool) -> None:
-        """Issues the all-gather of a unit that this rank needs now, or answers one round.
+        """Issues the all-gather of a unit that this rank needs now, in the schedule or by a round.
 
-        The caller repeats it until the unit is unsharded.
+        The round may decide on another unit; the caller repeats it until the unit is unsharded.
         """
         current = self._wait_for_begin()
         if current.schedule is not None:
@@ -305,7 +307,7 @@ class CollectiveOrder:
         """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
         return None if self._pass is None else self._pass.next_unit
 
-    def prefetch(self) -> None:
+    def issue_next_unit(self) -> None:
         """Issues the all-gather of `next_unit`, which this rank will need."""
         current = self._wait_for_begin()
         self._advance(current.cursor + 1, is_needed=True)
@@ -332,7 +334,7 @@ class CollectiveOrder:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
         current = self._pass
         assert current is not None
-        while current.cursor < stop and (event := current.issue_next()) is not None:
+        while current.cursor < stop and (event := current.take_next()) is not None:
             self._issue(event, is_kept=is_needed and current.cursor == stop)
 
     def _issue(self, event: int, *, is_kept: bool = False) -> None:
@@ -353,7 +355,7 @@ class CollectiveOrder:
         if current is not None and current.schedule is None:
             if request.kind is RequestKind.BACKWARD or num_ready:
                 current.log_backward()
-            while (event := current.issue_reduction(num_ready)) is not None:
+            while (event := current.take_reduction(num_ready)) is not None:
                 self._issue(event)
         if is_unit:
             if current is not None:

@@ -30,7 +30,14 @@ from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import data_of, raw_data
 from lightning_zero.tensors.lazy import LazyTensor
 
-__all__ = ["GradShard", "HiddenGrad", "ParamGrads", "graph_error", "unfilled"]
+__all__ = [
+    "GradShard",
+    "HiddenGrad",
+    "ParamGrads",
+    "graph_error",
+    "outside_engine_error",
+    "unfilled",
+]
 
 
 def graph_error(name: str) -> RuntimeError:
@@ -39,6 +46,15 @@ def graph_error(name: str) -> RuntimeError:
         f"the gradient of {name} has a graph, because backward was called with create_graph=True; "
         "`.grad` is the mean over ranks, which has none. Call torch.autograd.grad(..., "
         "create_graph=True) for what you differentiate twice, and backward without it."
+    )
+
+
+def outside_engine_error(name: str) -> RuntimeError:
+    """Error for a backward that reaches parameter `name` without the engine."""
+    return RuntimeError(
+        f"backward reached parameter {name} outside the engine; replace loss.backward() by "
+        "engine.backward(loss), fabric.backward(loss), or self.manual_backward(loss) in a "
+        "LightningModule."
     )
 
 
@@ -99,7 +115,7 @@ class ParamGrads:
         self.set([entry.index for entry in hidden], [entry.stand_in for entry in hidden])
         return hidden
 
-    def show(self, hidden: Sequence[HiddenGrad]) -> None:
+    def unhide(self, hidden: Sequence[HiddenGrad]) -> None:
         """Undoes `hide`, except for gradients that were set or dropped since."""
         now = self.read()
         kept = [entry for entry in hidden if now[entry.index] is entry.stand_in]
@@ -126,9 +142,9 @@ class ParamGrads:
                 parameter.data = data
 
     def _make_placeholders(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        one = torch.empty((), dtype=dtype, device=device)
-        made = [one.expand(slot.shape) for slot in self._slots]
-        one.untyped_storage().resize_(0)
+        element = torch.empty((), dtype=dtype, device=device)
+        made = [element.expand(slot.shape) for slot in self._slots]
+        element.untyped_storage().resize_(0)
         return made
 
     def assign(self, index: int, grad: Tensor) -> None:

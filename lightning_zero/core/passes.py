@@ -151,7 +151,7 @@ class Pass:
         """This rank uses `unit`."""
         self.used[unit + self.events.backward * self.in_backward] = 1
 
-    def issue_next(self) -> int | None:
+    def take_next(self) -> int | None:
         """Moves past the next event of the schedule, which is issued now, and returns it."""
         schedule, index = self.schedule, self.cursor
         if schedule is None or index >= len(schedule):
@@ -165,7 +165,7 @@ class Pass:
         if self.events.backward not in self.log:
             self.log.append(self.events.backward)
 
-    def issue_reduction(self, num_ready: int) -> int | None:
+    def take_reduction(self, num_ready: int) -> int | None:
         """Logs the next of the first `num_ready` reductions, in a pass without a schedule.
 
         Returns the event; None: all of them have been issued.

@@ -7,6 +7,10 @@ So hooks, such as those that unshard a unit, run once in forward and are not rep
 the unit is unsharded for its own gradients before its forward runs again. Side effects of a forward
 must not happen twice: running statistics are restored, and the forward gets no cache of keys and
 values.
+
+[Note: Saved outputs] A selective forward saves the outputs of attention and of every second matrix
+product, which take most of the time, and computes the rest again. These outputs are memory of their
+own, no views of parameters, so units are freed as usual. The choice is that of torchtitan.
 """
 
 from __future__ import annotations
@@ -19,7 +23,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lightning_zero.layout.units import LISTS, find_blocks
 
@@ -27,6 +36,20 @@ __all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "ou
 
 _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
+_MATMULS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+}
+_ATTENTION = {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+}
 
 
 def find_checkpointed(
@@ -50,7 +73,7 @@ def find_checkpointed(
             f"{_OPTION}=True needs repeated blocks, but {type(module).__name__} has none in a "
             f"ModuleList, ModuleDict or Sequential; name classes: {_OPTION}=[Block]."
         )
-    return outermost([one for name in names for one in _with_forward(module, name)])
+    return outermost([found for name in names for found in _with_forward(module, name)])
 
 
 def _with_forward(root: nn.Module, name: str) -> Iterator[str]:
@@ -74,13 +97,18 @@ def outermost(names: Sequence[str]) -> list[str]:
 
 
 def apply_checkpointing(
-    module: nn.Module, names: Collection[str], *, preserve_rng_state: bool = True
+    module: nn.Module,
+    names: Collection[str],
+    *,
+    is_selective: bool = False,
+    preserve_rng_state: bool = True,
 ) -> Callable[[], None]:
     """Makes the forwards of `names` run again in backward. See [Note: A forward under checkpoint].
 
     Args:
         module: The root.
         names: Qualified names.
+        is_selective: Whether outputs of some operations are saved, too. See [Note: Saved outputs].
         preserve_rng_state: Whether the second run draws the same random numbers, as for dropout.
 
     Returns:
@@ -89,7 +117,9 @@ def apply_checkpointing(
     children = {module.get_submodule(name): None for name in names}
     for child in children:
         if not isinstance(child.__dict__.get("forward"), _CheckpointedForward):
-            child.__dict__["forward"] = _CheckpointedForward(child, preserve_rng_state)
+            child.__dict__["forward"] = _CheckpointedForward(
+                child, preserve_rng_state, is_selective=is_selective
+            )
 
     def end() -> None:
         for child in children:
@@ -114,11 +144,12 @@ def drop_checkpointing(state: dict[str, Any]) -> None:
 class _CheckpointedForward:
     """A forward that runs again in backward; replaces the module's own."""
 
-    def __init__(self, module: nn.Module, preserve_rng_state: bool) -> None:
+    def __init__(self, module: nn.Module, preserve_rng_state: bool, *, is_selective: bool) -> None:
         self.was_on_instance = "forward" in module.__dict__  # not in its class
         # The module's own forward, bound. Copies and pickles of the module contain only this one.
         self.forward: Callable[..., Any] = module.forward
         self._preserve_rng_state = preserve_rng_state
+        self._is_selective = is_selective
         self._statistics = [
             buffer
             for part in module.modules()
@@ -135,7 +166,7 @@ class _CheckpointedForward:
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         options: dict[str, Any] = {}
-        if self._statistics:
+        if self._statistics or self._is_selective:
             options["context_fn"] = self._contexts
         return checkpoint(
             self.forward,
@@ -147,7 +178,12 @@ class _CheckpointedForward:
         )
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _Restored(self._statistics)
+        """Contexts of the forward, and of the second one in backward."""
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if self._is_selective:
+            first, again = create_selective_checkpoint_contexts(_saved_outputs())
+        return first, _Restored(self._statistics, again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
@@ -174,17 +210,35 @@ def _without_cache(value: Any) -> Any:
     return None if is_cache else value
 
 
-class _Restored(AbstractContextManager[None]):
-    """Restores the values of `buffers` at its end. Each backward through a graph enters it."""
+def _saved_outputs() -> Callable[..., CheckpointPolicy]:
+    """A policy of torch's for one forward and its repetition. See [Note: Saved outputs]."""
+    num_matmuls = {True: 0, False: 0}
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
+    def policy(
+        context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any
+    ) -> CheckpointPolicy:
+        is_saved = operation in _ATTENTION
+        if operation in _MATMULS:
+            num_matmuls[context.is_recompute] += 1
+            is_saved = num_matmuls[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
+
+
+class _Restored(AbstractContextManager[None]):
+    """`inner`, with the values of `buffers` restored at its end. Each backward enters it."""
+
+    def __init__(self, buffers: Sequence[Tensor], inner: AbstractContextManager[Any]) -> None:
+        self._buffers, self._inner = buffers, inner
         self._before: list[list[Tensor]] = []  # of each entry that has not ended
 
     def __enter__(self) -> None:
         self._before.append([buffer.clone() for buffer in self._buffers])
+        self._inner.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
         with torch.no_grad():
             for buffer, values in zip(self._buffers, self._before.pop(), strict=True):
                 buffer.copy_(values)

@@ -7,7 +7,7 @@ which parameters have gradients on any rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.gradients import GradState
 from lightning_zero.core.guard import NonfiniteGuard
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
@@ -31,13 +32,11 @@ class Reducer:
 
     Attributes:
         ends_step: Whether the next backward, or the one in progress, is of the last micro-batch.
-        in_flight: Bucket whose reduction is in flight.
+            A forward sets it, and its backward again.
         guard: Looks at gradients before they are reduced.
         has_stepped: Whether an optimizer has stepped since the last backward.
-        shards_params: Whether the stage shards parameters; small ones may be replicated.
-        is_mid_step: Whether the last backward ended no step, and its means have not been needed
-            since: gradients are local, or averaged over the shard group only.
-        after_step: Called after the step of an optimizer.
+        is_mid_step: Whether the last backward ended no step, and `complete_means` was not called
+            since: gradients may be local.
     """
 
     def __init__(
@@ -47,30 +46,23 @@ class Reducer:
         comm: Communicator,
         config: ZeroConfig,
         guard: NonfiniteGuard,
-        after_step: Callable[[], None],
     ) -> None:
-        self.after_step = after_step
         self._buckets = list(buckets)  # in layout order
         self._order = order
         self._comm = comm
-        self._overlaps = config.overlap_comm
         self._reduces_every_backward = config.states.reduces_every_backward
         self._state_offload = buckets[0].shards.storage.state_offload
-        self._numbers = {bucket: number for number, bucket in enumerate(self._buckets)}
         self.guard = guard
         self._has_nonfinite = False  # on any rank, in this backward
         self._is_in_backward = False  # this rank's own: the order may follow a pass of others
         self._trainable: Trainable = ()  # in this backward
         self.ends_step = True
-        self.shards_params = config.states.shards_params
-        self._sequence = list(reversed(self._buckets))  # of reductions without a recorded schedule
-        self._is_sequence_agreed = False
-        self._completed: list[Bucket] = []  # in this backward, in this order
+        self._sequence = _Sequence(self._buckets, comm)
         self._reduced: set[Bucket] = set()  # in this backward, or before this rank began it
         # Slots with gradients, by bucket, in the last backward with the same trainable parameters:
         # a GAN has two sets of them.
         self._touched: dict[Trainable, dict[Bucket, list[bool]]] = {}
-        self.in_flight: Bucket | None = None
+        self._in_flight = _InFlight(config.overlap_comm)
         self.has_stepped = False
         self.is_mid_step = False
         self._has_left_any = False  # gradients, after the last backward
@@ -80,7 +72,7 @@ class Reducer:
 
         It is the reverse of the order in which backward completes them.
         """
-        return list(reversed(self._sequence))
+        return list(reversed(self._sequence.buckets))
 
     @property
     def reduces(self) -> bool:
@@ -105,7 +97,7 @@ class Reducer:
     def begin_backward(self, trainable: Trainable) -> None:
         """Detaches reduced gradients from `.grad`. Local."""
         self._is_in_backward = True
-        self._completed = []
+        self._sequence.begin_backward()
         self._trainable = trainable
         touched = self._touched.get(trainable, {})
         outlives_backward = not self.reduces
@@ -123,9 +115,7 @@ class Reducer:
         grads = [bucket.grads for bucket in self._buckets]
         if self.guard.skips_step:
             return not all(gradients.is_zero() for gradients in grads)
-        is_any_left = any(
-            any(gradients.is_local) or any(gradients.is_reduced) for gradients in grads
-        )
+        is_any_left = any(gradients.is_any_left for gradients in grads)
         return is_any_left or (self.is_mid_step and not self._has_left_any)
 
     def drop_gradients(self) -> None:
@@ -140,31 +130,28 @@ class Reducer:
     def eager(self, trainable: Trainable) -> list[int]:
         """Numbers of the buckets that every rank reduces during backward, in this order."""
         touched = self._touched.get(trainable)
-        return [self._numbers[b] for b in self._sequence if _is_eager(b, touched)]
+        return [self._sequence.numbers[b] for b in self._sequence.buckets if _is_eager(b, touched)]
 
     def mark_ready(self, bucket: Bucket) -> None:
         """Marks `bucket` as complete: it is reduced in its turn in the collective order."""
-        self._completed.append(bucket)
+        number = self._sequence.complete(bucket)
         if self.reduces:
-            self._order.mark_ready(self._numbers[bucket])
+            self._order.mark_ready(number)
 
     def finalize_backward(self) -> None:
-        """Completes the means, or sets `.grad` to local gradients. Collective."""
+        """Completes the means, or shows the former means beside local gradients. Collective."""
         if self.reduces:
             if len(self._touched) > _MAX_TRAINABLE_SETS:  # each step trains another set
                 self._touched.clear()
-            self._touched[self._trainable] = self._reduce_remaining(completes=self.ends_step)
+            self._touched[self._trainable] = self._reduce_remaining()
         else:
             self.guard.look_at_local()
             for bucket in self._buckets:
-                bucket.grads.set_param_grads()  # no reduction in this micro-batch
+                bucket.grads.end_backward()  # no reduction in this micro-batch
         self._is_in_backward = False
         self._reduced = set()
         self.is_mid_step = not self.ends_step
-        grads = [bucket.grads for bucket in self._buckets]
-        self._has_left_any = any(
-            any(gradients.is_local) or any(gradients.is_reduced) for gradients in grads
-        )
+        self._has_left_any = any(bucket.grads.is_any_left for bucket in self._buckets)
         self._comm.free_scratch()
 
     # ---------------------------------------------------------------- one bucket
@@ -178,28 +165,19 @@ class Reducer:
         if self._is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:
-            bucket.grads.reduce_zeros(averages=self.ends_step and self._overlaps)
+            self._in_flight.end_earlier()
+            bucket.grads.reduce_zeros()
+            self._in_flight.add(bucket)
             self._reduced.add(bucket)
 
     def _reduce(self, bucket: Bucket, *, is_looked_at: bool) -> None:
-        self.wait_for_reduction()
+        self._in_flight.end_earlier()
         local = bucket.grads.local_grads()
         if not is_looked_at:
             self.guard.look(bucket, local)
         bucket.grads.reduce(local)
+        self._in_flight.add(bucket)
         self._reduced.add(bucket)
-        self.in_flight = bucket
-        if not self._overlaps:
-            self.wait_for_reduction()
-
-    def wait_for_reduction(self) -> None:
-        """Waits for the reduction in flight."""
-        if self.in_flight is None:
-            return
-        self.in_flight.grads.wait_for_reduction()
-        if self.ends_step and self._overlaps:
-            self.in_flight.grads.issue_average()
-        self.in_flight = None
 
     # ---------------------------------------------------------------- end of backward, and step
 
@@ -208,41 +186,35 @@ class Reducer:
         self.guard.look_at_local()  # at those that are reduced after this round
         buckets = self._buckets
         return _Flags(
-            [bucket in self._reduced and any(bucket.grads.is_local) for bucket in buckets],
-            [bucket.grads.is_partial for bucket in buckets],
-            [list(bucket.grads.is_touched) for bucket in buckets],
+            [bucket in self._reduced and bucket.grads.has(GradState.LOCAL) for bucket in buckets],
+            [bucket.grads.touched for bucket in buckets],
             self.guard.flags(ends_step=self.ends_step),
         ).pack()
 
     def _exchange_flags(self) -> _Flags:
         """Ends the backward with a round, and returns the flags of any rank. Collective."""
-        packed = self._order.finalize_backward(self._own_flags, self.wait_for_reduction)
+        packed = self._order.finalize_backward(self._own_flags, self._in_flight.end_group_reduction)
         flags = _Flags.unpack(packed, [len(bucket.parameters) for bucket in self._buckets])
         self._has_nonfinite = self.guard.receive_flags(flags.guard_flags)
         return flags
 
-    def _reduce_remaining(self, *, completes: bool) -> dict[Bucket, list[bool]]:
+    def _reduce_remaining(self) -> dict[Bucket, list[bool]]:
         """Agrees on the slots that have a gradient on any rank, and reduces the remaining buckets.
 
-        Collective. `completes`: also averages over replicas; no further micro-batch will follow.
+        Collective.
         """
-        buckets = self._buckets
         flags = self._exchange_flags()
-        is_late = dict(zip(buckets, flags.is_late, strict=True))
-        is_partial = dict(zip(buckets, flags.is_partial, strict=True))
-        touched = dict(zip(buckets, flags.is_touched, strict=True))
-        reduced = set(self._reduced)
-        remaining = [b for b in self._sequence if b not in reduced and any(touched[b])]
-        remaining += [bucket for bucket in self._sequence if is_late[bucket]]
-        is_next = self._agree_on_sequence()
+        is_late = dict(zip(self._buckets, flags.is_late, strict=True))
+        touched = dict(zip(self._buckets, flags.is_touched, strict=True))
+        sequence = self._sequence.buckets
+        remaining = [b for b in sequence if b not in self._reduced and any(touched[b])]
+        remaining += [bucket for bucket in sequence if is_late[bucket]]
+        is_next = not self.ends_step or self._sequence.agree()
         self._order.conclude_backward(is_complete=is_next and not remaining)
         for bucket in remaining:
             self._reduce(bucket, is_looked_at=True)  # in `_own_flags`
-        self.wait_for_reduction()
-        for bucket in self._sequence:
-            if completes and (bucket in reduced or is_partial[bucket] or any(touched[bucket])):
-                bucket.grads.average()
-        for bucket in buckets:
+        self._in_flight.finish()
+        for bucket in self._buckets:
             bucket.grads.publish(touched[bucket])
         return touched
 
@@ -252,24 +224,10 @@ class Reducer:
         if has_nonfinite:
             self.guard.report()
 
-    def _agree_on_sequence(self) -> bool:
-        """Fixes the order of reductions once: rank 0's order of completion. Collective.
-
-        Returns whether the next backward reduces in the order of this one.
-        """
-        former = self._sequence
-        if not self._is_sequence_agreed and self.ends_step:
-            own = [self._numbers[bucket] for bucket in dict.fromkeys(self._completed)]
-            first = [self._buckets[index] for index in self._comm.control.broadcast_object(own)]
-            others = [bucket for bucket in self._sequence if bucket not in first]
-            self._sequence = first + others
-            self._is_sequence_agreed = True
-        return self._sequence == former
-
     def before_step(self) -> None:
         """Before an optimizer's step: completes the means. Collective."""
         self._state_offload.check()
-        self.reduce_local()
+        self.complete_means()
         # Other ranks may still all-gather the parameters that the step changes.
         self._order.close_pass("a step of the optimizer")
         self._order.note("a step of the optimizer")
@@ -283,8 +241,8 @@ class Reducer:
         flags = bytes([p in parameters for bucket in self._buckets for p in bucket.parameters])
         self._order.note(f"a step of {flags.hex()}")
 
-    def reduce_local(self) -> None:
-        """Completes the means after backwards that left gradients local or partial. Collective."""
+    def complete_means(self) -> None:
+        """Does what the last backward of a step does, if there was none: reduces. Collective."""
         if not self.is_mid_step:
             return
         self.ends_step = True
@@ -293,16 +251,87 @@ class Reducer:
                 # so that zeroed gradients are not reduced
                 bucket.grads.prepare(outlives_backward=False)
             self._reduced = set()
-            self._reduce_remaining(completes=True)
+            self._reduce_remaining()
             self._comm.free_scratch()
-        elif self._comm.mesh.num_replicas > 1 or self.guard.decides:
-            flags = self._exchange_flags()
+        elif self.guard.decides:
+            self._exchange_flags()
             self._order.conclude_backward(is_complete=True)
-            for bucket, is_partial in zip(self._buckets, flags.is_partial, strict=True):
-                if is_partial:
-                    bucket.grads.average()
         self.is_mid_step = False
         self.report_nonfinite()
+
+
+class _InFlight:
+    """Reductions in flight: the last one, and the average over replicas of the one before.
+
+    So of sharded gradients at most two unsharded flat tensors exist.
+    """
+
+    def __init__(self, overlaps: bool) -> None:
+        self._overlaps = overlaps
+        self._buckets: list[Bucket] = []
+
+    def add(self, bucket: Bucket) -> None:
+        """Adds a bucket whose reduction was issued after `end_earlier`."""
+        self._buckets.append(bucket)
+        if not self._overlaps:
+            self.finish()
+
+    def end_earlier(self) -> None:
+        """Before a reduction: the last one ends but for its average, those before end."""
+        self.end_group_reduction()
+        while len(self._buckets) > 1:
+            self._buckets.pop(0).grads.finish_reduction()
+
+    def end_group_reduction(self) -> None:
+        """Ends the last reduction but for its average over replicas."""
+        if self._buckets:
+            self._buckets[-1].grads.end_group_reduction()
+
+    def finish(self) -> None:
+        """Waits for all. In a place that all ranks reach: an average waits for other replicas."""
+        for bucket in self._buckets:
+            bucket.grads.finish_reduction()
+        self._buckets.clear()
+
+
+class _Sequence:
+    """The order of reductions without a recorded schedule, the same on every rank.
+
+    Attributes:
+        buckets: The buckets in this order: that in which rank 0 first completed them.
+        numbers: Numbers of the buckets, in layout order.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+        self.buckets = list(reversed(buckets))
+        self.numbers = {bucket: number for number, bucket in enumerate(buckets)}
+        self._comm = comm
+        self._is_agreed = False
+        self._completed: dict[int, None] = {}  # numbers, in this backward, in this order
+
+    def begin_backward(self) -> None:
+        """Forgets what was completed before."""
+        self._completed.clear()
+
+    def complete(self, bucket: Bucket) -> int:
+        """Notes that `bucket` has its last gradient; returns its number."""
+        number = self.numbers[bucket]
+        self._completed[number] = None
+        return number
+
+    def agree(self) -> bool:
+        """Fixes the order once: rank 0's order of completion. Collective.
+
+        Returns whether it has not changed.
+        """
+        if self._is_agreed:
+            return True
+        former, by_number = self.buckets, list(self.numbers)
+        numbers = self._comm.control.broadcast_object(list(self._completed))
+        first = [by_number[number] for number in numbers]
+        self.buckets = first + [bucket for bucket in former if bucket not in first]
+        self._is_agreed = True
+        return self.buckets == former
 
 
 @dataclass(frozen=True)
@@ -311,28 +340,26 @@ class _Flags:
 
     Attributes:
         is_late: By bucket: gradients have come after its reduction.
-        is_partial: By bucket: its mean is one over the shard group only.
         is_touched: By bucket and slot: there is a gradient.
         guard_flags: Two flags of `NonfiniteGuard`.
     """
 
     is_late: Sequence[bool]
-    is_partial: Sequence[bool]
     is_touched: Sequence[list[bool]]
     guard_flags: Sequence[bool]
 
     def pack(self) -> bytes:
         """One byte per flag, in the order of the attributes."""
         touched = [flag for slots in self.is_touched for flag in slots]
-        return bytes([*self.is_late, *self.is_partial, *touched, *self.guard_flags])
+        return bytes([*self.is_late, *touched, *self.guard_flags])
 
     @classmethod
     def unpack(cls, packed: bytes, num_slots: Sequence[int]) -> _Flags:
         """The flags at the beginning of `packed`, which rounds pad; `num_slots`: of each bucket."""
         flags = iter([bool(flag) for flag in packed])
-        late, partial = (list(islice(flags, len(num_slots))) for _ in range(2))
+        late = list(islice(flags, len(num_slots)))
         touched = [list(islice(flags, num)) for num in num_slots]
-        return cls(late, partial, touched, list(islice(flags, 2)))
+        return cls(late, touched, list(islice(flags, 2)))
 
 
 def _is_eager(bucket: Bucket, touched: dict[Bucket, list[bool]] | None) -> bool:

@@ -318,15 +318,16 @@ class Shards:
     def slice_state(self, index: int, key: str, full: Tensor) -> Tensor:
         """A copy of what this rank steps of a full optimizer state of slot `index`.
 
-        The copy has the master dtype, except for integers, which are quantization codes.
+        The copy has the master dtype, except for quantization codes, which are integers, and
+        numbers of blocks.
         """
         device = self.storage.step_device(self.plan.tiers.optim)
         is_in_blocks = self.state_layouts.is_in_blocks(key)
         layout = self.state_layouts.of(key) if is_in_blocks else self.step_layout
         owned = layout.owned(index)
         part = read_flat(full, owned.start, owned.stop).view(layout.shapes[index])
-        dtype = self.plan.master_dtype if part.is_floating_point() else part.dtype
-        return part.to(device, dtype, copy=True)
+        is_cast = part.is_floating_point() and not is_in_blocks
+        return part.to(device, self.plan.master_dtype if is_cast else part.dtype, copy=True)
 
     def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
         """The file of optimizer state `key`, with the length of the shard; initially zeros."""

@@ -1,11 +1,8 @@
-"""Units: buckets that are all-gathered and freed together, on use, by prefetch or for other ranks.
-
-core/order.py decides in which order they are unsharded.
-"""
+"""Units: buckets that are all-gathered and freed together, and how early they are prefetched."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,9 +12,8 @@ from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.order import CollectiveOrder
 from lightning_zero.layout.config import ZeroConfig
 from lightning_zero.layout.plan import UnitPlan
-from lightning_zero.record.recorder import Recorder
 
-__all__ = ["Call", "Unit", "Unsharder", "with_base"]
+__all__ = ["Call", "Prefetcher", "Unit", "with_base"]
 
 
 class Call:
@@ -200,139 +196,60 @@ class Unit:
                 bucket.reshard()
 
 
-class Unsharder:
-    """Unshards, prefetches and reshards the units of one engine.
+class Prefetcher:
+    """Decides how far ahead of their use units are unsharded; in which order: core/order.py.
 
     Args:
         units: All units, the root first.
-        order: The collective order of all ranks.
-        begin_pass: Begins a pass with all ranks; called before a use if none is open.
-        recorder: Counts prefetches that were in time, and those that were late.
+        order: The collective order of all ranks, which knows the next unit.
         config: The engine's settings.
 
     Attributes:
-        is_needed: Whether the parameters of any unit are sharded.
+        unclaimed: Units that are unsharded, and were not used since, in this order.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        order: CollectiveOrder,
-        begin_pass: Callable[[], None],
-        recorder: Recorder,
-        config: ZeroConfig,
-    ) -> None:
-        self.units = list(units)
-        self.is_needed = any(unit.buckets for unit in units)
+    def __init__(self, units: Sequence[Unit], order: CollectiveOrder, config: ZeroConfig) -> None:
+        self._units = units
         self._order = order
-        self._begin_pass = begin_pass
-        self._recorder = recorder
-        self._config = config
-        self._is_backward = False  # units are requested from the end of the layout on
-        self._unclaimed: dict[Unit, None] = {}  # unsharded for other ranks or by prefetch; in order
-        self._unsharded = self.units[0].unsharded_units
+        self._is_on = config.overlap_comm
+        self._budget = config.prefetch_bucket_size
+        self._keeps_forward = config.reshard_after_forward is False
+        self.unclaimed: dict[Unit, None] = {}
+        self._unsharded = units[0].unsharded_units
         self._reads_files = any(b.shards.reader is not None for u in units for b in u.buckets)
 
-    def begin_backward(self) -> None:
-        self._is_backward = True
-
-    def unshard_for_step(self) -> None:
-        """Unshards the units that stay unsharded throughout a step."""
-        for unit in self.units:
-            if unit.stays_unsharded:
-                self.unshard(unit)
-
-    def unshard(self, unit: Unit) -> None:
-        """Unshards `unit` and waits for it, then prefetches. Collective."""
-        if not unit.buckets:
-            return
-        if not unit.is_unsharded:
-            unit.buckets[0].check_outside_transform()  # inside a transform, ranks cannot agree
-        may_repeat = (
-            self._order.allows_uneven_calls
-            and not torch.is_grad_enabled()
-            and not unit.is_unsharded
-        )
-        if not self._order.is_in_pass:
-            self._begin_pass()
-        self._order.mark_used(unit.index, may_repeat=may_repeat)
-        if unit in self._unclaimed or not unit.is_unsharded:
-            self._recorder.count_prefetch(is_hit=unit.is_unsharded)
-            self._reshard_unclaimed(unit)
-        while not unit.is_unsharded:
-            self._order.request_unshard(unit.index, is_backward=self._is_backward)
-        self._unclaimed.pop(unit, None)
-        for bucket in unit.buckets:
-            bucket.wait_for_unshard()
-        self.prefetch()
-
-    def _reshard_unclaimed(self, wanted: Unit) -> None:
+    def reshard_before(self, wanted: Unit) -> None:
         """Reshards units that were unsharded before `wanted` and not used, in this order."""
-        for unit in list(self._unclaimed):
+        for unit in list(self.unclaimed):
             if unit is wanted:
                 return
-            del self._unclaimed[unit]
+            del self.unclaimed[unit]
             unit.reshard()
 
     def prefetch(self) -> None:
-        """Unshards the next units of the schedule, as far as the settings allow."""
-        order, unsharded, config = self._order, self._unsharded, self._config
-        budget = config.prefetch_bucket_size
-        ahead = sum([unit.numel for unit in self._unclaimed]) if self._unclaimed else 0
-        while config.overlap_comm and (index := order.next_unit) is not None:
-            unit = self.units[index]
+        """Unshards the next units of the schedule, as far as the settings allow. Collective."""
+        order, unsharded = self._order, self._unsharded
+        ahead = sum([unit.numel for unit in self.unclaimed]) if self.unclaimed else 0
+        while self._is_on and (index := order.next_unit) is not None:
+            unit = self._units[index]
             ahead += unit.numel
             if unit in unsharded:
                 break  # it may be in use, and be used once more
-            # Without a budget, at most one is prefetched; others may stay from their forward on.
-            if budget is not None:
-                is_too_far = ahead > budget
-            elif config.reshard_after_forward is False:
-                is_too_far = bool(self._unclaimed)
+            # Without a budget, at most one is prefetched.
+            if self._budget is not None:
+                is_too_far = ahead > self._budget
+            elif self._keeps_forward:  # the others may stay from their forward on
+                is_too_far = bool(self.unclaimed)
             else:
                 is_too_far = len([u for u in unsharded if not u.stays_unsharded]) > 1
             if is_too_far:
                 break
-            order.prefetch()
+            order.issue_next_unit()
         if self._reads_files:
             self._read_ahead()
 
     def _read_ahead(self) -> None:
         """Starts to read shards from files, as far ahead as there are buffers."""
         for index in self._order.upcoming():
-            if not all(bucket.read_ahead() for bucket in self.units[index].buckets):
+            if not all(bucket.read_ahead() for bucket in self._units[index].buckets):
                 return
-
-    def issue_unshard(self, index: int, *, is_kept: bool) -> None:
-        """Issues the all-gather of a unit. Collective. Called by the order.
-
-        Args:
-            index: Its index; a unit that is unsharded already sends its shard again.
-            is_kept: Whether it stays unsharded until it or another unit is used. If not, only other
-                ranks need it, and it is resharded.
-        """
-        unit = self.units[index]
-        was_unsharded = unit.is_unsharded
-        for bucket in unit.buckets:
-            bucket.unshard()
-        if was_unsharded:
-            return
-        if is_kept or self._order.is_last_of_forward(index):
-            self._unclaimed[unit] = None
-        else:
-            unit.reshard()
-
-    def reshard_all(self) -> None:
-        """Reshards all units, including those that were unsharded for other ranks. Local."""
-        self._unclaimed.clear()
-        for unit in self.units:
-            if unit.num_unsharded:
-                unit.reshard()
-
-    def end_backward(self) -> None:
-        """Forgets the backward in progress, which has ended or never will. Local."""
-        self._is_backward = False
-        self._unclaimed.clear()
-        for unit in self.units:
-            if unit.num_awaited or unit.entered:
-                unit.reset_backward()

@@ -63,11 +63,11 @@ class WrittenShards(Protocol):
         """Switches to the new memory of the unsharded buffer; users may hold the old memory."""
 
 
-def is_same_memory(one: Tensor, other: Tensor) -> bool:
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     """Whether both tensors are the same view of the same memory."""
-    if one.dtype is not other.dtype or one.is_meta:
+    if tensor.dtype is not other.dtype or tensor.is_meta:
         return False
-    return one.is_set_to(other)
+    return tensor.is_set_to(other)
 
 
 def own_elements(values: Tensor, slot: Slot, owned: range) -> Tensor:

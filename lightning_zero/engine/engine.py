@@ -156,7 +156,9 @@ class Engine:
             undo.callback(self.storage.close)
             self.worker = StepWorker(device)
             undo.callback(self.worker.close)
-            self._end_checkpointing = apply_checkpointing(module, given.checkpointed_modules)
+            self._end_checkpointing = apply_checkpointing(
+                module, given.checkpointed_modules, is_selective=config.saves_matmuls
+            )
             undo.callback(self._end_checkpointing)
             units, self.buckets = self._wrap_parameters()
             self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
@@ -277,10 +279,10 @@ class Engine:
         """
         self.guard.use_scaler(has_scaler)
         self._hooks.run_last()
-        reduces = not self.coordinator.is_accumulating
-        if reduces:
+        ends_step = not self.coordinator.is_accumulating
+        if ends_step:
             self.optimizers.read_ahead()
-        return self.coordinator.backward_context(reduces=reduces, retain_graph=retain_graph)
+        return self.coordinator.backward_context(ends_step=ends_step, retain_graph=retain_graph)
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
@@ -317,19 +319,15 @@ class Engine:
         """Context for all micro-batches of a step but the last, as in PyTorch.
 
         In stages 0 and 1 gradients stay local. Stages 2 and 3 keep no unsharded gradients and
-        reduce every micro-batch: to the mean over the shard group if `sharding_group_size` is set,
-        else over all ranks.
+        reduce every micro-batch.
         """
         with self.coordinator.accumulating():
             yield
 
     def finish_reductions(self) -> None:
-        """Reduces the gradients that micro-batches under `no_sync` left local. Collective.
-
-        With `sharding_group_size`, averages over shard groups, too.
-        """
+        """Reduces the gradients that micro-batches under `no_sync` left local. Collective."""
         self.storage.state_offload.check(State.GRAD)
-        self.coordinator.reducer.reduce_local()
+        self.coordinator.reducer.complete_means()
 
     def step(self) -> None:
         """Steps every attached optimizer. Collective."""
@@ -441,7 +439,7 @@ class Engine:
                 other states.
         """
         chosen = as_states(states)
-        kinds = ", ".join(repr(one.value) for one in chosen)
+        kinds = ", ".join(repr(state.value) for state in chosen)
         self.lockstep.barrier(f"offload_states([{kinds}])")  # ranks that differ raise
         state = self.coordinator.training_state
         if state is not TrainingState.IDLE:

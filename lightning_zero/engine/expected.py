@@ -143,8 +143,8 @@ class _Count:
         for slot in layout.slots:
             states = self.states.of(self.named[slot.name], dtype, slot.shape)
             if tier is Tier.NVME and not layout.has_tensor_owners:
-                files.update(states.in_files)
-                in_memory += states.slice_bytes(len(layout.owned(slot, rank)), in_files=True)
+                files.update(states.elementwise)
+                in_memory += states.memory_bytes(len(layout.owned(slot, rank)))
             elif replicates or slot.owner == rank:
                 in_memory += states.full_bytes(slot.shape)
             elif slot.owner is None:

@@ -471,7 +471,7 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
         }
         everyone = self.gather_for("the objects of a checkpoint")(own)
         if any(other != everyone[0] for other in everyone):
-            texts = [", ".join(one.values()) or "none" for one in everyone]
+            texts = [", ".join(texts_of_rank.values()) or "none" for texts_of_rank in everyone]
             lines = "".join(f"\n  rank {rank}: {text}" for rank, text in enumerate(texts))
             raise ValueError(
                 "the state of a checkpoint must have the same modules and optimizers under the "
@@ -494,9 +494,9 @@ class ZeroStrategy(Processes, ParallelStrategy):  # type: ignore[misc]  # see `P
             inside = _in(value)
             for engine in self._engines:
                 held = (engine.module, *engine.optimizers)
-                if any(value is one for one in held) or is_part(value, engine):
+                if any(value is part for part in held) or is_part(value, engine):
                     engines[key] = engine
-                elif any(is_part(one, engine) or one in engine.optimizers for one in inside):
+                elif any(is_part(part, engine) or part in engine.optimizers for part in inside):
                     raise ValueError(
                         f"the state has a module or optimizer that was set up inside of {key!r}; "
                         'give each a key of its own: {"model": model, "optimizer": optimizer}.'

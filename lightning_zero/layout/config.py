@@ -20,6 +20,7 @@ from lightning_zero.layout.stage import STAGES, Stage, State
 __all__ = [
     "MAY_BE_ZERO",
     "NEEDS",
+    "SELECTIVE",
     "SIZES",
     "Modules",
     "Need",
@@ -46,9 +47,10 @@ Modules = _Item | Sequence[_Item] | Set[_Item]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
     "unit_classes": "classes of modules, class names, or names or patterns of modules",
-    "activation_checkpointing": "True, False, classes of modules, class names, or names or "
-    "patterns of modules",
+    "activation_checkpointing": 'True, False, "selective", classes of modules, class names, or '
+    "names or patterns of modules",
 }
+SELECTIVE = "selective"  # an item of `activation_checkpointing`
 MAY_BE_ZERO = ("prefetch_bucket_size", "param_persistence_threshold")
 ON_NONFINITE = ("warn", "stop", "skip", None)
 
@@ -147,8 +149,9 @@ class ZeroConfig:
             statistics always keep their dtype. All stages.
         activation_checkpointing: bool, class, str, or list of these, default False. Modules that
             save only their inputs and run again in backward, for less memory and about a third more
-            computation. True: repeated blocks; or modules as in `unit_classes`. Values and random
-            numbers do not change. All stages.
+            computation. True: repeated blocks; or modules as in `unit_classes`. "selective" saves
+            the outputs of attention and of every second matrix product, too, for less computation;
+            alone, or in a list with modules. Values and random numbers do not change. All stages.
         broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
             to all ranks at the first forward after a step, as DistributedDataParallel does. All
             stages.
@@ -244,7 +247,16 @@ class ZeroConfig:
     @property
     def checkpointed_modules(self) -> bool | _Items:
         """Items of `activation_checkpointing`; True: repeated blocks."""
-        return cast("bool | _Items", self.activation_checkpointing)
+        items = cast("bool | _Items", self.activation_checkpointing)
+        if isinstance(items, bool):
+            return items
+        return tuple(item for item in items if item != SELECTIVE) or True
+
+    @property
+    def saves_matmuls(self) -> bool:
+        """Whether modules that run again save the outputs of some operations."""
+        items = cast("bool | _Items", self.activation_checkpointing)
+        return not isinstance(items, bool) and SELECTIVE in items
 
     def under_autocast(self) -> ZeroConfig:
         """A copy for a module that computes under `torch.autocast`."""
@@ -274,7 +286,7 @@ class ZeroConfig:
         return self.replace(stage=stage, **{name: _DEFAULTS[name] for name in unused})
 
 
-_DEFAULTS = {one.name: one.default for one in dataclasses.fields(ZeroConfig)}
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(ZeroConfig)}
 
 
 def _check_stage(_: str, stage: object) -> int:

@@ -60,11 +60,13 @@ class StateBlocks:
         keys: Keys of these states, each 1-D.
         memory_keys: Keys of the states that are in memory where others are in files, each of which
             has the length of a shard: those of blocks, and those that few parameters have.
+        nbytes: Bytes of all states for the elements of a block, of a large parameter.
     """
 
     numel: int = 1
     keys: frozenset[str] = frozenset()
     memory_keys: frozenset[str] = frozenset()
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -217,8 +217,8 @@ class ShardBytes:
     """Bytes of one bucket's shards on one rank."""
 
     param: int  # 0 if parameters are replicated
-    # The main parameter, if it is a separate tensor, and two moments, as for Adam: the true size of
-    # an optimizer's states is known only after its first step.
+    # The main parameter, if it is a separate tensor, and two moments, as for Adam, or the states of
+    # `StateBlocks`: the true size of an optimizer's states is known only after its first step.
     optim: int
     grad: int  # the averaged gradient
     # The optimizer steps it from the beginning. A frozen bucket stores only its parameters until

@@ -230,10 +230,15 @@ def _shard_bytes(plan: Plan, bucket: BucketPlan) -> ShardBytes:
     # A frozen bucket may be unfrozen, so it counts. Tiers are not known yet: on the device, main
     # parameters may turn out to be the only shard.
     is_stepped = bucket.stage.has_shard(State.OPTIM)
-    num_states = 3 if bucket.master_dtype != bucket.dtype else 2
+    master_bytes = numel * bucket.master_dtype.itemsize
+    state_bytes = 2 * master_bytes  # as for Adam
+    if bucket.blocks.nbytes:
+        state_bytes = numel // bucket.blocks.numel * bucket.blocks.nbytes
+    if bucket.master_dtype != bucket.dtype:
+        state_bytes += master_bytes
     return ShardBytes(
         param=numel * bucket.dtype.itemsize if bucket.stage.has_shard(State.PARAM) else 0,
-        optim=numel * bucket.master_dtype.itemsize * num_states if is_stepped else 0,
+        optim=state_bytes if is_stepped else 0,
         grad=numel * plan.grad_dtype(bucket).itemsize if is_stepped else 0,
         is_trainable=bucket.is_trainable,
     )

@@ -466,7 +466,7 @@ def _set_up(axes: Axes, blocks: Sequence[RankBlock], scale: Scale, height: float
     axes.set_ylim(height, 0)
     axes.set_xlabel("ms", loc="right", labelpad=-4)
     lanes = [lane for block in blocks for lane in block.lanes]
-    axes.set_yticks([(lane.top + lane.bottom) / 2 for lane in lanes], [one.name for one in lanes])
+    axes.set_yticks([(lane.top + lane.bottom) / 2 for lane in lanes], [lane.name for lane in lanes])
     style_axes(axes, labelsize=9)
     axes.spines["left"].set_visible(False)
 

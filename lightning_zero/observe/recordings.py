@@ -184,7 +184,7 @@ def chrome_trace(recordings: Sequence[Recording]) -> dict[str, Any]:
     starts = [span.start_s for recording in recordings for span in recording.spans]
     first = min([0.0, *starts])
     return {
-        "traceEvents": [event for one in recordings for event in _events(one, -first)],
+        "traceEvents": [event for recording in recordings for event in _events(recording, -first)],
         "displayTimeUnit": "ms",
         "otherData": {
             "step": recordings[0].step,

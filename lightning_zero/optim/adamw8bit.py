@@ -31,6 +31,9 @@ MAX_FLOAT32_NUMEL = 4096  # larger tensors have moments of 8 bits
 _IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # moments, by key
 _CODES = {"exp_avg": "exp_avg_codes", "exp_avg_sq": "exp_avg_sq_codes"}  # keys of states
 _SCALES = {"exp_avg": "exp_avg_scales", "exp_avg_sq": "exp_avg_sq_scales"}
+# Options of torch's Adam and AdamW that have only this value here. Groups have them, so that no
+# class resumes a checkpoint of another one with another value.
+_FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
 class AdamW8bit(Optimizer):
@@ -50,7 +53,10 @@ class AdamW8bit(Optimizer):
     """
 
     state_blocks: ClassVar = StateBlocks(
-        BLOCK_NUMEL, frozenset(_SCALES.values()), frozenset({*_SCALES.values(), *_IS_SIGNED})
+        BLOCK_NUMEL,
+        frozenset(_SCALES.values()),
+        frozenset({*_SCALES.values(), *_IS_SIGNED}),
+        nbytes=len(_IS_SIGNED) * (BLOCK_NUMEL + torch.float32.itemsize),
     )
 
     def __init__(
@@ -68,16 +74,22 @@ class AdamW8bit(Optimizer):
             raise ValueError(f"each of betas must be in [0, 1), got {wrong[0]}.")
         numbers = {"lr": float(lr), "eps": eps, "weight_decay": weight_decay}
         for name, number in numbers.items():
-            if number < 0:
+            if not number >= 0:
                 raise ValueError(f"{name} must not be negative, got {number}.")
         super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | _FIXED
         )
         self.saves_codes = saves_codes
 
     def __getstate__(self) -> dict[str, Any]:  # of copies and pickles
         return {**super().__getstate__(), "saves_codes": self.saves_codes}
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group. Raises a ValueError for options that this class does not have."""
+        _check_options(param_group)
+        super().add_param_group(param_group)
+
+    @torch.compiler.disable  # a compiler may fuse operations: see [Note: The same bits everywhere]
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Steps all parameters that have a gradient; returns the loss of the closure, if any."""
@@ -92,8 +104,11 @@ class AdamW8bit(Optimizer):
         return loss
 
     def _step(self, parameter: Tensor, grad: Tensor, group: Mapping[str, Any]) -> None:
-        if grad.is_sparse:
-            raise RuntimeError("AdamW8bit needs dense gradients, got a sparse one.")
+        if grad.layout is not torch.strided or not grad.is_floating_point():
+            raise RuntimeError(
+                "AdamW8bit needs dense gradients of real numbers, got one of "
+                f"{grad.layout} and {grad.dtype}; give such parameters to another optimizer."
+            )
         state = self.state[parameter]
         if not state:
             state.update(_initial_state(parameter))
@@ -128,19 +143,18 @@ class AdamW8bit(Optimizer):
             numel: Elements of the full tensor.
 
         Raises:
-            ValueError: It is a state of AMSGrad.
+            ValueError: An entry is of another optimizer.
         """
-        if "max_exp_avg_sq" in state:
+        others = state.keys() - {"step", *_IS_SIGNED, *_CODES.values(), *_SCALES.values()}
+        if others:
             raise ValueError(
-                "AdamW8bit cannot resume a state with max_exp_avg_sq: it has no amsgrad; resume "
-                "with the optimizer that saved it."
+                f"AdamW8bit cannot resume a state with {', '.join(sorted(others))}; resume with "
+                "the optimizer that saved it."
             )
         packed: dict[str, Any] = {}
         for key, value in state.items():
-            if key in _IS_SIGNED and numel > MAX_FLOAT32_NUMEL:
-                packed |= _packed(key, value)
-            else:
-                packed[key] = value.float() if key in _SCALES.values() else value
+            is_packed = key in _IS_SIGNED and numel > MAX_FLOAT32_NUMEL
+            packed |= _packed(key, value) if is_packed else {key: value}
         return packed
 
     def unpack_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,31 +165,72 @@ class AdamW8bit(Optimizer):
         rest = {key: value for key, value in state.items() if key not in own}
         return rest | {moment: _unpacked(state, moment) for moment in _IS_SIGNED}
 
-    def unpacked_bytes(self, state: Mapping[str, Any]) -> int:
-        """Bytes of the result of `unpack_state`, without making it."""
-        nbytes = 0
-        for key, value in state.items():
-            if not self.saves_codes and key in _CODES.values():
-                nbytes += torch.float32.itemsize * value.numel()
-            elif self.saves_codes or key not in _SCALES.values():
-                nbytes += value.nbytes
-        return nbytes
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this class, or one of `torch.optim.AdamW` or `Adam`."""
-        states = state_dict["state"]
-        # The method of torch would cast scales to the dtype of the parameter.
-        super().load_state_dict({**state_dict, "state": {}})
+        """Loads a state dict of this class, or one of `torch.optim.AdamW` or `Adam`.
+
+        Raises:
+            ValueError: It has options or states that this class does not have, or states of another
+                size. The optimizer is then unchanged.
+        """
+        packed: dict[Any, Any] = {}
+
+        def take(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+            packed.update(self._packed_states(given))
+            return {**given, "state": {}}  # torch would cast scales to the dtype of the parameter
+
+        def put(_: Optimizer) -> None:
+            self.state.update(packed)
+
+        before = self.register_load_state_dict_pre_hook(take)  # the last one
+        with before, self.register_load_state_dict_post_hook(put, prepend=True):
+            super().load_state_dict(state_dict)
+
+    def _packed_states(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+        """States of a state dict, by parameter; others by their own keys."""
+        for group in state_dict["param_groups"]:
+            _check_options(group)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=True))
-        for number, state in states.items():
+        by_number = dict(zip(numbers, parameters, strict=False))  # torch checks their number
+        states: dict[Any, Any] = {}
+        for number, state in state_dict["state"].items():
             parameter = by_number.get(number)
             if parameter is None:
-                self.state[number] = state
+                states[number] = state
                 continue
+            _check_state(state, parameter)
             moved = {key: _to(parameter.device, value) for key, value in state.items()}
-            self.state[parameter] = self.pack_state(moved, full_numel(parameter))
+            states[parameter] = self.pack_state(moved, full_numel(parameter))
+        return states
+
+
+def _check_options(group: Mapping[str, Any]) -> None:
+    """Raises a ValueError if an option has another value than here, and an effect."""
+    for name, value in _FIXED.items():
+        has_effect = name != "decoupled_weight_decay" or group.get("weight_decay")
+        if has_effect and group.get(name, value) != value:
+            raise ValueError(
+                f"AdamW8bit has only {name}={value}, got {group[name]}; use torch.optim.Adam or "
+                "AdamW, which have both."
+            )
+
+
+def _check_state(state: Mapping[str, Any], parameter: Tensor) -> None:
+    """Raises a ValueError if `state` is not of an AdamW with a parameter of this size."""
+    if state and "step" not in state:
+        raise ValueError(
+            f"AdamW8bit cannot resume a state with {', '.join(state)} and without step; resume "
+            "with the optimizer that saved it."
+        )
+    numel = parameter.numel()
+    sizes = dict.fromkeys([*_IS_SIGNED, *_CODES.values()], numel)
+    sizes |= dict.fromkeys(_SCALES.values(), num_blocks(numel))
+    for key in sizes:
+        if key in state and state[key].numel() != sizes[key]:
+            raise ValueError(
+                f"AdamW8bit cannot resume {key} of shape {tuple(state[key].shape)} for a parameter "
+                f"of shape {tuple(parameter.shape)}; resume with the model of the state."
+            )
 
 
 def _to(device: torch.device, value: Any) -> Any:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.layout.flat import StateBlocks
-from lightning_zero.tensors.composite import plain_tensors
+from lightning_zero.tensors.composite import map_tensors, plain_tensors
 from lightning_zero.tensors.guarded import FULL_NUMEL
 
 __all__ = [
@@ -39,9 +40,6 @@ class _BlockOptimizer(Protocol):
     def unpack_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state for a full checkpoint, from full tensors."""
 
-    def unpacked_bytes(self, state: Mapping[str, Any]) -> int:
-        """Bytes of the result of `unpack_state`."""
-
 
 def state_blocks_of(optimizer: Optimizer) -> StateBlocks:
     """Blocks of the optimizer's states."""
@@ -56,7 +54,7 @@ def state_blocks(optimizers: Sequence[Optimizer]) -> dict[int, StateBlocks]:
 
 def full_numel(parameter: Tensor) -> int:
     """Elements of the full tensor of a parameter; of a stand-in, those of the user's parameter."""
-    numel: int = vars(parameter).get(FULL_NUMEL, parameter.numel())
+    numel: int = getattr(parameter, FULL_NUMEL, parameter.numel())
     return numel
 
 
@@ -77,5 +75,9 @@ def unpack_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, An
 def unpacked_bytes(optimizer: Optimizer, state: Mapping[str, Any]) -> int:
     """Bytes that a state takes in a full checkpoint."""
     if isinstance(optimizer, _BlockOptimizer):
-        return optimizer.unpacked_bytes(state)
+        state = unpack_state(optimizer, map_tensors(_on_meta, state))
     return sum(tensor.nbytes for tensor in plain_tensors(state))
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -118,7 +118,7 @@ def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     """Stores of a bucket that are files and pass through buffers, by name."""
     if bucket.shards.has_tensor_owners:
         return {}  # a chunk could end within a tensor, so the shard is read and written at once
-    stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.store}
+    stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.main.store}
     if bucket.shards.has_separate_master:
         stores[PARAM] = bucket.shards.param_shard
     stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
@@ -151,7 +151,7 @@ class BucketStep:
             if is_member and (grad is not None or clone.is_joint):
                 self.grads[index] = _in_memory(grad) if clone.is_joint else grad
         is_exchanged = has_grads and bucket.shards.full_tensors is not None
-        self.mean = bucket.grads.mean() if is_exchanged else None
+        self.mean = bucket.grads.main.values() if is_exchanged else None
         self._move_states()
         self.new_states: dict[int, dict[str, Any]] = {}
         self.is_in_chunks = False

@@ -43,8 +43,8 @@ __all__ = [
 
 BLOCK_NUMEL = 256
 # Elements that are decoded, stepped and encoded at a time: in float32, and with what is computed
-# from them, they stay in the cache of a CPU. On a device, each call has a cost of its own.
-_CPU_PIECE_NUMEL = 2**16
+# from them, those of each thread stay in the cache of its core. On a device, each call has a cost.
+_CPU_PIECE_NUMEL = 2**16  # per thread
 _DEVICE_PIECE_NUMEL = 2**24
 _TABLE_BITS = 19
 _IN_ONE_PIECE = ContextVar("in one piece", default=False)
@@ -71,7 +71,8 @@ class Piece(NamedTuple):
 def pieces_of(numel: int, device: torch.device) -> Iterator[Piece]:
     """Divides a flat tensor of `numel` elements; a shorter last block is a piece of its own."""
     full = numel // BLOCK_NUMEL * BLOCK_NUMEL
-    step = _CPU_PIECE_NUMEL if device.type == "cpu" else _DEVICE_PIECE_NUMEL
+    is_on_cpu = device.type == "cpu"
+    step = _CPU_PIECE_NUMEL * torch.get_num_threads() if is_on_cpu else _DEVICE_PIECE_NUMEL
     if _IN_ONE_PIECE.get():
         step = max(full, 1)
     for start in range(0, full, step):

@@ -248,15 +248,15 @@ class _Probe:
         if "closure" not in inspect.signature(type(self._optimizer).step).parameters:
             return None
         try:
-            one, two = self._run(loss=1.0), self._run(loss=2.0)
+            first, second = self._run(loss=1.0), self._run(loss=2.0)
         except Exception:
             return None  # the step has the parameter, but does not support closures
-        if not one.is_closure_first:
+        if not first.is_closure_first:
             return (
                 "it calls its closure more than once in a step, or after it has changed the "
                 "parameters, but the gradients of all ranks are averaged once, before the step"
             )
-        if not one.equals(two) or not are_same(one.numbers, two.numbers):
+        if not first.equals(second) or not are_same(first.numbers, second.numbers):
             return "it uses the loss of its closure, which differs between ranks"
         return None
 

@@ -109,12 +109,12 @@ class ProbeRun:
     def equals(self, other: ProbeRun, *, tolerance: float = 0.0) -> bool:
         """Whether both have the same values of the tensors that both have.
 
-        `tolerance` is relative to each value, and 1/100 of it to the largest value.
+        `tolerance` is relative to each value, and 1/100 of it to the largest one.
         """
         for number in self.values.keys() & other.values.keys():
-            one, two = self.values[number], other.values[number]
-            atol = tolerance / 100 * max(1.0, float(two.abs().max())) if tolerance else 0.0
-            if not torch.allclose(one, two, rtol=tolerance, atol=atol, equal_nan=True):
+            own, second = self.values[number], other.values[number]
+            atol = tolerance / 100 * max(1.0, float(second.abs().max())) if tolerance else 0.0
+            if not torch.allclose(own, second, rtol=tolerance, atol=atol, equal_nan=True):
                 return False
         return True
 
@@ -262,17 +262,17 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def are_same(one: Any, other: Any) -> bool:
+def are_same(value: Any, other: Any) -> bool:
     """Whether two trees of numbers are equal, where NaN equals NaN."""
-    ones, others = tree_leaves(one), tree_leaves(other)
+    ones, others = tree_leaves(value), tree_leaves(other)
     return len(ones) == len(others) and all(map(_is_same, ones, others))
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        is_same = one.shape == other.shape and one.dtype is other.dtype
-        return is_same and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-    return bool(one == other or (one != one and other != other))
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        is_same = value.shape == other.shape and value.dtype is other.dtype
+        return is_same and torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
+    return bool(value == other or (value != value and other != other))
 
 
 def _kinds_of(group: Mapping[str, Any], seen: set[tuple[_Kind, str]]) -> list[_Kind]:

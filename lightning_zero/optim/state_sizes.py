@@ -38,17 +38,18 @@ class StateSpec:
     """States that an optimizer keeps for one parameter after its first step.
 
     Attributes:
-        elementwise: Bytes per element of the states with the parameter's shape, by key.
+        elementwise: Bytes per element of the states with the parameter's shape, by key. They are in
+            files where states of a shard are.
         others: Shape and itemsize of each other tensor, such as a step counter.
         probe_shape: Shape of the probed tensor. See [Note: Probe shapes].
-        blocks: Blocks of the optimizer's states.
-        block_bytes: Bytes of the states with one number for each block, per block.
+        block_numel: Elements of a block.
+        block_bytes: Bytes per block of the states with `StateBlocks.memory_keys`.
     """
 
     elementwise: dict[str, int] = field(default_factory=dict)
     others: tuple[tuple[_Shape, int], ...] = ()
     probe_shape: _Shape = ()
-    blocks: StateBlocks = field(default_factory=StateBlocks)
+    block_numel: int = 1
     block_bytes: int = 0
 
     @property
@@ -56,18 +57,14 @@ class StateSpec:
         """Bytes of all elementwise states per element."""
         return sum(self.elementwise.values())
 
-    @property
-    def in_files(self) -> dict[str, int]:
-        """Those of `elementwise` that are in files if the states of a shard are."""
-        in_memory = self.blocks.memory_keys
-        return {key: size for key, size in self.elementwise.items() if key not in in_memory}
-
-    def slice_bytes(self, numel: int, *, in_files: bool = False) -> int:
-        """Bytes of all states of a slice of `numel` elements; `in_files`: those not in files."""
-        element_bytes = self.element_bytes - (sum(self.in_files.values()) if in_files else 0)
+    def memory_bytes(self, numel: int) -> int:
+        """Bytes of the states of a slice of `numel` elements without `elementwise`."""
         others = sum(math.prod(shape) * itemsize for shape, itemsize in self.others)
-        num_blocks = -(-numel // self.blocks.numel)
-        return numel * element_bytes + num_blocks * self.block_bytes + others
+        return -(-numel // self.block_numel) * self.block_bytes + others
+
+    def slice_bytes(self, numel: int) -> int:
+        """Bytes of all states of a slice of `numel` elements."""
+        return numel * self.element_bytes + self.memory_bytes(numel)
 
     def full_bytes(self, shape: _Shape) -> int:
         """Bytes of all states of a parameter of `shape` that is stepped as a full tensor."""
@@ -190,11 +187,12 @@ def _spec_of(state: Mapping[str, Any], shape: _Shape, blocks: StateBlocks) -> St
     others: list[tuple[_Shape, int]] = []
     block_bytes = 0
     for key, value in state.items():
-        if key in blocks.keys:
+        if key in blocks.memory_keys:
             block_bytes += value.element_size()
         elif isinstance(value, Tensor) and value.shape == shape:
             elementwise[key] = value.element_size()
         else:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             others += [(tuple(leaf.shape), leaf.element_size()) for leaf in tensors]
-    return StateSpec(elementwise, tuple(others), shape, blocks, block_bytes)
+    block_numel = 1 if blocks.keys.isdisjoint(state) else blocks.numel
+    return StateSpec(elementwise, tuple(others), shape, block_numel, block_bytes)

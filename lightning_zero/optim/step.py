@@ -220,7 +220,7 @@ class OptimizerStep:
         at_once, overlapped = list[Bucket](), list[Bucket]()
         for bucket in buckets:
             is_local = bucket.shards_params and bucket.shards.full_tensors is None
-            is_overlapped = is_local or not self._reducer.shards_params
+            is_overlapped = is_local or not self._coordinator.step.shards_params
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
         return [(at_once, None), (overlapped, self._worker)] if overlapped else [(at_once, None)]
 
@@ -265,7 +265,7 @@ class OptimizerStep:
     def _after_step(self, buckets: Sequence[Bucket]) -> None:
         for bucket in buckets:
             bucket.sync_aliases()
-        self._reducer.after_step()
+        self._coordinator.after_step()
 
     def _drain(self) -> None:
         if self._worker is not None:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.layout.config import NEEDS, ZeroConfig
+from lightning_zero.layout.config import NEEDS, SELECTIVE, ZeroConfig
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.layout.plan import Plan, make_plan
 from lightning_zero.layout.stage import STAGES
@@ -133,8 +133,10 @@ def as_arguments(config: ZeroConfig) -> str:
             arguments.append(f"{name}={offload.device!r}")
     checkpointed = config.checkpointed_modules
     if checkpointed is True:
-        arguments.append("activation_checkpointing=True")
+        value = f'"{SELECTIVE}"' if config.saves_matmuls else "True"
+        arguments.append(f"activation_checkpointing={value}")
     elif checkpointed:
-        kinds = (one.__name__ if isinstance(one, type) else repr(one) for one in checkpointed)
+        kinds = [k.__name__ if isinstance(k, type) else repr(k) for k in checkpointed]
+        kinds += [repr(SELECTIVE)] if config.saves_matmuls else []
         arguments.append(f"activation_checkpointing=[{', '.join(kinds)}]")
     return f"ZeroStrategy({', '.join(arguments)})".replace("'", '"')

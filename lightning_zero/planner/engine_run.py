@@ -484,8 +484,8 @@ class _FewBlocks:
 
     def growth(self) -> tuple[int, bool]:
         """Bytes by which memory grows in a block's forward; whether two blocks agree on that."""
-        one, two, three = self._live
-        return two - one, two - one == three - two
+        first, second, third = self._live
+        return second - first, second - first == third - second
 
     def num_copies(self, parameter: str) -> int:
         """Number of parameters of all blocks for which one of the blocks that are run stands."""

@@ -191,7 +191,7 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_key_of, value))
     if isinstance(value, dict):
-        return tuple((name, _key_of(one)) for name, one in value.items())
+        return tuple((name, _key_of(part)) for name, part in value.items())
     return type(value), value
 
 

@@ -74,14 +74,14 @@ def _now_on_device(device: torch.device) -> Mark:
     return event
 
 
-def _seconds_between(one: streams.Event, other: streams.Event) -> float:
-    """Returns the seconds from `one` to `other`, which are negative if `other` came first.
+def _seconds_between(start: streams.Event, other: streams.Event) -> float:
+    """Returns the seconds from `start` to `other`, which are negative if `other` came first.
 
     CUDA does not guarantee negative times, so those are measured in the other direction.
     """
-    milliseconds = float(one.elapsed_time(other))
+    milliseconds = float(start.elapsed_time(other))
     if milliseconds <= 0:
-        milliseconds = -float(other.elapsed_time(one))
+        milliseconds = -float(other.elapsed_time(start))
     return milliseconds / 1e3
 
 

@@ -201,15 +201,15 @@ def _is_elementwise(avg_fn: _AvgFn | None, multi_avg_fn: _MultiAvgFn | None) -> 
     generator = torch.Generator().manual_seed(0)
     average, current = torch.randn(2, 4, 6, generator=generator)
 
-    def averaged(one: Tensor, other: Tensor) -> Tensor:
-        one, number = one.clone(), torch.tensor(3)
+    def averaged(value: Tensor, other: Tensor) -> Tensor:
+        value, number = value.clone(), torch.tensor(3)
         if multi_avg_fn is not None:
-            multi_avg_fn([one], [other.clone()], number)
-            return one
+            multi_avg_fn([value], [other.clone()], number)
+            return value
         assert avg_fn is not None
-        return avg_fn(one, other.clone(), number)
+        return avg_fn(value, other.clone(), number)
 
     with torch.no_grad():
         full = averaged(average, current).reshape(-1)
         parts = zip(average.view(-1).split(11), current.view(-1).split(11), strict=True)
-        return torch.allclose(full, torch.cat([averaged(one, other) for one, other in parts]))
+        return torch.allclose(full, torch.cat([averaged(value, other) for value, other in parts]))

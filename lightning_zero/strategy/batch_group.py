@@ -92,7 +92,7 @@ def check_batch_group_size(size: int, num_ranks: int | None = None) -> None:
     if size < 1:
         raise ValueError(f"batch_group_size must be at least 1, got {size}.")
     if num_ranks is not None and num_ranks % size:
-        fitting = [str(one) for one in range(1, num_ranks + 1) if num_ranks % one == 0]
+        fitting = [str(size) for size in range(1, num_ranks + 1) if num_ranks % size == 0]
         raise ValueError(
             f"batch_group_size must divide the number of ranks, got {size} with {num_ranks} "
             f"rank(s); use {' or '.join(fitting)}."

@@ -95,8 +95,9 @@ class ZeroStrategy(CheckpointStrategy):
             statistics always keep their dtype. All stages.
         activation_checkpointing: bool, class, str, or list of these, default False. Modules that
             save only their inputs and run again in backward, for less memory and about a third more
-            computation. True: repeated blocks; or modules as in `unit_classes`. Values and random
-            numbers do not change. All stages.
+            computation. True: repeated blocks; or modules as in `unit_classes`. "selective" saves
+            the outputs of attention and of every second matrix product, too, for less computation;
+            alone, or in a list with modules. Values and random numbers do not change. All stages.
         broadcast_buffers: bool, default True. Copy rank 0's buffers, such as BatchNorm statistics,
             to all ranks at the first forward after a step, as DistributedDataParallel does. All
             stages.

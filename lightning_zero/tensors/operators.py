@@ -47,7 +47,7 @@ def _has_elementwise_overload(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
     if packet is None or name in _REDUCTIONS:
         return False
-    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
+    return any(torch.Tag.pointwise in getattr(packet, name).tags for name in packet.overloads())
 
 
 def is_writing(name: str) -> bool:

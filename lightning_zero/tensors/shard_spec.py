@@ -81,9 +81,9 @@ class ShardSpec:
         """
         self.drain()
         # No shard may be empty: ranks before and after those with elements send one more.
-        sizes = [max(len(one), 1) for one in self._ranges]
+        sizes = [max(len(owned), 1) for owned in self._ranges]
         shard = own if own.numel() else own.new_zeros(1)
-        start = next((rank for rank, one in enumerate(self._ranges) if one), 0)
+        start = next((rank for rank, owned in enumerate(self._ranges) if owned), 0)
         flat = self.comm.all_gather_shards(shard, name, sizes)
         return flat[start : start + self.slot.numel]
 

@@ -241,7 +241,7 @@ class ShardedTensor(Tensor):
             given = set(map(id, tensors))
             with torch._C.DisableTorchFunctionSubclass():
                 result = tree_map(
-                    lambda one: one if id(one) in given else _track(one, failure), result
+                    lambda leaf: leaf if id(leaf) in given else _track(leaf, failure), result
                 )
         return result
 
@@ -537,7 +537,9 @@ def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     tensors, *rest = args
     order = float(rest[0] if rest else kwargs.get("ord", 2))
     dtype = kwargs.get("dtype")
-    of_sharded = iter(norms([one for one in tensors if isinstance(one, ShardedTensor)], order))
+    of_sharded = iter(
+        norms([tensor for tensor in tensors if isinstance(tensor, ShardedTensor)], order)
+    )
     found = [
         next(of_sharded).to(tensor.dtype.to_real())
         if isinstance(tensor, ShardedTensor)
@@ -553,14 +555,14 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     Most tensors that are not equal differ in the sums of their bits, so that nothing is gathered:
     Lightning's fine-tuning callbacks compare all parameters with all others.
     """
-    one, other = args
-    if one.shape != other.shape:
+    first, other = args
+    if first.shape != other.shape:
         return False
-    are_sharded = isinstance(one, ShardedTensor) and isinstance(other, ShardedTensor)
-    if are_sharded and one.dtype is other.dtype and not one.spec.matches(other.spec):
-        bits = [sum_of_bits(each.local + 0) for each in (one, other)]  # + 0: -0.0 equals 0.0
+    are_sharded = isinstance(first, ShardedTensor) and isinstance(other, ShardedTensor)
+    if are_sharded and first.dtype is other.dtype and not first.spec.matches(other.spec):
+        bits = [sum_of_bits(each.local + 0) for each in (first, other)]  # + 0: -0.0 equals 0.0
         difference = bits[0] - bits[1].to(bits[0].device)
-        if int(one.comm.sum_over_shards_(difference, one.call_of("equal"))) != 0:
+        if int(first.comm.sum_over_shards_(difference, first.call_of("equal"))) != 0:
             return False
     is_same = _elementwise(torch.ops.aten.eq.Tensor, "equal", args, {})
     return bool(REDUCTIONS["all"](is_same, {}))

@@ -39,17 +39,17 @@ class _MemoryRange:
 
     def overlaps(self, other: _MemoryRange) -> bool:
         """Whether two tensors whose address ranges intersect share an element."""
-        one, two = self.tensor, other.tensor
-        if one.element_size() != two.element_size():
+        first, second = self.tensor, other.tensor
+        if first.element_size() != second.element_size():
             return True
-        size = one.element_size()
-        if (self.start - other.start) % size or (one.is_contiguous() and two.is_contiguous()):
+        size = first.element_size()
+        if (self.start - other.start) % size or (first.is_contiguous() and second.is_contiguous()):
             return True
-        first = min(self.start, other.start)
-        marks = torch.zeros((max(self.stop, other.stop) - first) // size, dtype=torch.bool)
+        lowest = min(self.start, other.start)
+        marks = torch.zeros((max(self.stop, other.stop) - lowest) // size, dtype=torch.bool)
         views = [
             marks.as_strided(
-                memory.tensor.shape, memory.tensor.stride(), (memory.start - first) // size
+                memory.tensor.shape, memory.tensor.stride(), (memory.start - lowest) // size
             )
             for memory in (self, other)
         ]
@@ -68,8 +68,8 @@ def check_memory(module: nn.Module) -> None:
     """
     with torch._C.DisableTorchFunctionSubclass():
         memory = list(_memory_of(module))
-        for one in memory:
-            _check_each_element_once(one)
+        for held in memory:
+            _check_each_element_once(held)
         for first, second in _pairs(memory):
             raise ValueError(
                 f"{second.name} shares memory with {first.name}: after sharding they would diverge "
@@ -83,13 +83,17 @@ def alias_texts(module: nn.Module) -> list[str]:
     """A sentence for each plain attribute of a module that shares memory with a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         parameters = list(_memory_of(module))
-        own = {id(one.tensor) for one in parameters}
-        others = [one for one in _attributes_of(module) if id(one.tensor) not in own]
+        own = {id(held.tensor) for held in parameters}
+        others = [held for held in _attributes_of(module) if id(held.tensor) not in own]
         found: dict[str, str] = {}
         for other in others:
-            for one in parameters:
-                if one.space == other.space and one.start < other.stop and other.start < one.stop:
-                    found.setdefault(other.name, one.name)
+            for held in parameters:
+                if (
+                    held.space == other.space
+                    and held.start < other.stop
+                    and other.start < held.stop
+                ):
+                    found.setdefault(other.name, held.name)
     return [
         f"{attribute} shares memory with {name}, whose memory moves when it is sharded: the "
         "attribute keeps the current values. Compute it from the parameter where it is used."
@@ -120,9 +124,9 @@ def _attributes_of(module: nn.Module) -> Iterator[_MemoryRange]:
                 continue
             values = value.values() if isinstance(value, dict) else value
             values = values if isinstance(value, (dict, list, tuple)) else [value]
-            for one in values:
+            for item in values:
                 name = f"attribute {path}.{key}" if path else f"attribute {key}"
-                memory = _memory_range(name, one) if isinstance(one, Tensor) else None
+                memory = _memory_range(name, item) if isinstance(item, Tensor) else None
                 if memory is not None:
                     yield memory
 
@@ -164,12 +168,12 @@ def _check_each_element_once(memory: _MemoryRange) -> None:
 
 def _pairs(memory: list[_MemoryRange]) -> Iterator[tuple[_MemoryRange, _MemoryRange]]:
     """Pairs that share an element, where the first (in the order of `memory`) is a parameter."""
-    order = {id(one): index for index, one in enumerate(memory)}
+    order = {id(this): index for index, this in enumerate(memory)}
     reach: list[_MemoryRange] = []  # ranges that may extend beyond the next start
-    for one in sorted(memory, key=lambda one: (one.space, one.start, order[id(one)])):
-        reach = [other for other in reach if other.space == one.space and other.stop > one.start]
+    for this in sorted(memory, key=lambda this: (this.space, this.start, order[id(this)])):
+        reach = [other for other in reach if other.space == this.space and other.stop > this.start]
         for other in reach:
-            first, second = sorted((one, other), key=lambda one: order[id(one)])
+            first, second = sorted((this, other), key=lambda this: order[id(this)])
             if isinstance(first.tensor, nn.Parameter) and first.overlaps(second):
                 yield first, second
-        reach.append(one)
+        reach.append(this)

@@ -86,7 +86,7 @@ class BufferPool:
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         self.nbytes = buffers[0].numel()  # bytes of one buffer
-        self._free: deque[tuple[Tensor, Event | None]] = deque((one, None) for one in buffers)
+        self._free: deque[tuple[Tensor, Event | None]] = deque((buffer, None) for buffer in buffers)
         self._is_closed = False
 
     def acquire(self, *, waits: bool = True) -> Tensor | None:

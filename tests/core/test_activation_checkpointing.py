@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections import Counter
 from functools import partial
 from inspect import signature
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
@@ -67,9 +69,10 @@ def _train(rank, world_size, stage, again):
 
 def _compare(rank, world_size, stage):
     expected, num_calls = _train(rank, world_size, stage, False)
-    found, num_again = _train(rank, world_size, stage, True)
-    assert (num_calls, num_again) == (4 * 3, 7 * 3)
-    assert all(map(torch.equal, expected, found))
+    for again in (True, "selective", [Block, "selective"]):
+        found, num_again = _train(rank, world_size, stage, again)
+        assert (num_calls, num_again) == (4 * 3, 7 * 3)
+        assert all(map(torch.equal, expected, found))
 
 
 @pytest.mark.default_cases("3")
@@ -105,7 +108,9 @@ def test_what_cannot_run_again_is_refused_with_what_to_do():
         Engine(nn.Linear(2, 2), config=ZeroConfig(activation_checkpointing=True))
     with pytest.raises(ValueError, match=r"activation_checkpointing has 'Blok', which matches no"):
         Engine(Net(), config=ZeroConfig(activation_checkpointing="Blok"))
-    with pytest.raises(TypeError, match="activation_checkpointing must be True, False, classes"):
+    with pytest.raises(
+        TypeError, match='activation_checkpointing must be True, False, "selective"'
+    ):
         ZeroConfig(activation_checkpointing=3)
 
 
@@ -268,3 +273,54 @@ def test_a_compiled_block_runs_again():
     end()
     for parameter, grad in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unsqueeze(1).chunk(3, -1)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.norm(self.out(attended).squeeze(1).transpose(1, 2)).transpose(1, 2)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _count_operations(again, x):
+    torch.manual_seed(0)
+    net = nn.Sequential(*(Attention() for _ in range(3)))
+    end = apply_checkpointing(
+        net, find_checkpointed(net, bool(again)), is_selective=again == "some"
+    )
+    loss = net(x).sum()
+    with Operations() as operations:
+        loss.backward()
+    end()
+    return operations.counts, [p.grad for p in net.parameters()], net[0].norm.running_mean
+
+
+def test_attention_and_every_second_matrix_product_are_not_computed_again():
+    x = torch.randn(4, 8, 8).requires_grad_()
+    found = {again: _count_operations(again, x) for again in (False, "all", "some")}
+    plain, every, some = (counts for counts, *_ in found.values())
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert plain[attention] == some[attention] == 0
+    assert every[attention] == 3
+    assert every["addmm"] - plain["addmm"] == 6
+    assert some["addmm"] - plain["addmm"] == 3
+    for _, grads, statistics in found.values():
+        assert all(map(torch.equal, grads, found[False][1]))
+        assert torch.equal(statistics, found[False][2])

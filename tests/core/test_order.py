@@ -189,7 +189,7 @@ class Rank:
         events = self.world.issued[self.rank]
         self._await(max(i for i, event in enumerate(events) if event[:2] == ("all_gather", unit)))
         if self.order.next_unit is not None and self.order.next_unit not in self.unsharded:
-            self.order.prefetch()
+            self.order.issue_next_unit()
         return unit
 
     def step(self, units, *, kind="training", has_barriers=False):

@@ -6,6 +6,7 @@ from torch import nn
 
 from examples.gpt import GPT, GPTConfig
 from lightning_zero.layout.config import ZeroConfig
+from lightning_zero.layout.flat import StateBlocks
 from lightning_zero.layout.offload import BucketTiers, OffloadConfig, Tier
 from lightning_zero.layout.plan import make_plan, nvme_bytes
 
@@ -310,6 +311,21 @@ def test_auto_counts_the_bytes_of_masters_and_moments_of_a_shard():
     three = optim_tiers(root + 16 * numel, 16 * numel)
     assert three == [Tier.DEVICE, Tier.CPU, Tier.NVME]
     assert optim_tiers(root + 16 * numel - 1, 16 * numel) == [Tier.CPU, Tier.NVME, Tier.NVME]
+
+
+def test_auto_counts_the_bytes_of_states_with_numbers_of_blocks():
+    # Stage 3, float32 parameters: 520 bytes of states per 256 elements, and 4 of each gradient.
+    module, blocks = nn.Linear(512, 512, bias=False), {0: StateBlocks(256, nbytes=520)}
+
+    def optim_tiers(cpu_bytes):
+        auto = OffloadConfig("auto", max_in_device_bytes=0, max_in_cpu_bytes=cpu_bytes)
+        config, of = ZeroConfig(stage=3, offload_optimizer=auto), {module.weight: 0}
+        made = make_plan(module, config, world_size=4, optimizer_of=of, state_blocks=blocks)
+        return [bucket.tiers.optim for bucket in made.buckets]
+
+    needed = 256 * 520 + 65536 * 4
+    assert optim_tiers(needed) == [Tier.CPU]
+    assert optim_tiers(needed - 1) == [Tier.NVME]
 
 
 def full_tensor_plan(module, owned, *, stage, world_size=8, **settings):

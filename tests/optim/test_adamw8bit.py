@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero.optim import AdamW8bit
+from lightning_zero.optim.blocks import unpacked_bytes
 from lightning_zero.optim.dynamic8 import BLOCK_NUMEL, decode, encode_
 
 SIZES = [(70, 61), (5001,), (64, 64), (3, 5), (2, 3, 1025)]  # two of at most 4,096 elements
@@ -149,7 +150,7 @@ def test_bytes_of_unpacked_states_are_known_before_they_are_made(saves_codes):
     _train(parameters, optimizer, range(1))
     for state in optimizer.state.values():
         unpacked = optimizer.unpack_state(state)
-        assert optimizer.unpacked_bytes(state) == sum(value.nbytes for value in unpacked.values())
+        assert unpacked_bytes(optimizer, state) == sum(value.nbytes for value in unpacked.values())
 
 
 def test_adamw_of_torch_resumes_an_unpacked_state_and_fails_on_a_packed_one():
@@ -228,6 +229,7 @@ def test_a_copy_has_the_settings_and_states():
     ("options", "words"),
     [
         ({"lr": -1.0}, "lr must not be negative, got -1.0"),
+        ({"eps": float("nan")}, "eps must not be negative, got nan"),
         ({"betas": (0.9, 1.0)}, r"betas must be in \[0, 1\), got 1.0"),
     ],
 )
@@ -236,9 +238,86 @@ def test_a_wrong_option_is_an_error_that_names_it(options, words):
         AdamW8bit(_parameters(), **options)
 
 
-def test_a_state_of_amsgrad_is_an_error_and_is_not_ignored():
+@pytest.mark.parametrize("option", ["amsgrad", "maximize"])
+def test_an_option_that_adamw8bit_does_not_have_is_an_error_and_is_not_ignored(option):
     parameters = _parameters([(5000,)])
-    other = torch.optim.AdamW(parameters, amsgrad=True)
+    other = torch.optim.AdamW(parameters, **{option: True})
     _train(parameters, other, range(1))
-    with pytest.raises(ValueError, match="max_exp_avg_sq"):
-        AdamW8bit(parameters).load_state_dict(other.state_dict())
+    optimizer = AdamW8bit(parameters, lr=0.5)
+    with pytest.raises(ValueError, match=f"has only {option}=False, got True; use torch"):
+        optimizer.load_state_dict(other.state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(ValueError, match=f"has only {option}=False, got True; use torch"):
+        AdamW8bit([{"params": parameters, option: True}])
+
+
+def test_weight_decay_is_not_resumed_as_that_of_adam():
+    parameters = _parameters([(50,)])
+    optimizer, other = AdamW8bit(parameters), torch.optim.Adam(parameters, weight_decay=0.1)
+    with pytest.raises(ValueError, match="has only decoupled_weight_decay=True, got False"):
+        optimizer.load_state_dict(other.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    assert other.param_groups[0]["decoupled_weight_decay"]
+    optimizer.load_state_dict(torch.optim.Adam(parameters).state_dict())
+
+
+def test_a_state_that_does_not_fit_is_an_error_that_names_it():
+    parameters, others = _parameters([(5000,)]), _parameters([(6000,)])
+    for kind in (AdamW8bit, torch.optim.AdamW):
+        saved = kind(others)
+        _train(others, saved, range(1))
+        words = r"exp_avg.* of shape \(6000,\) for a parameter of shape \(5000,\)"
+        with pytest.raises(ValueError, match=words):
+            AdamW8bit(parameters).load_state_dict(saved.state_dict())
+    for saved, words in (
+        (torch.optim.SGD(parameters, momentum=0.9), "with momentum_buffer and without step"),
+        (torch.optim.Adagrad(parameters), "with sum; resume with the optimizer that saved it"),
+    ):
+        _train(parameters, saved, range(1))
+        with pytest.raises(ValueError, match=f"AdamW8bit cannot resume a state {words}"):
+            AdamW8bit(parameters).load_state_dict(saved.state_dict())
+
+
+def test_an_empty_state_is_resumed_as_none():
+    parameters = _parameters([(5000,)])
+    saved, optimizer = torch.optim.AdamW(parameters), AdamW8bit(parameters)
+    assert saved.state[parameters[0]] == {}  # creates it
+    optimizer.load_state_dict(saved.state_dict())
+    _train(parameters, optimizer, range(1))
+    assert optimizer.state[parameters[0]]["step"] == 1
+
+
+def test_hooks_of_loading_see_and_change_all_states():
+    parameters = _parameters([(5000,)])
+    saved = AdamW8bit(parameters)
+    _train(parameters, saved, range(1))
+    optimizer, seen = AdamW8bit(parameters), []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, given: {**given, "state": {0: {**given["state"][0], "step": torch.tensor(7.0)}}}
+    )
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(dict(loaded.state)))
+    for _ in range(2):  # what the first call has registered is gone
+        optimizer.load_state_dict(saved.state_dict())
+    assert [found[parameters[0]]["step"] for found in seen] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    "grad", [torch.randn(5000).to_sparse(), torch.randn(5000, dtype=torch.complex64)]
+)
+def test_gradients_that_are_sparse_or_complex_are_an_error(grad):
+    parameter = nn.Parameter(torch.zeros(5000, dtype=grad.dtype))
+    parameter.grad = grad
+    with pytest.raises(
+        RuntimeError, match="needs dense gradients of real numbers, got one of torch"
+    ):
+        AdamW8bit([parameter]).step()
+
+
+def test_a_compiled_step_has_the_same_bits():
+    mine, own = _parameters([(5001,), (3, 5)]), _parameters([(5001,), (3, 5)])
+    optimizer, other = AdamW8bit(mine), AdamW8bit(own)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    _train(mine, optimizer, range(3))
+    _train(own, other, range(3))
+    for value, expected in zip(mine, own, strict=True):
+        assert torch.equal(value, expected)

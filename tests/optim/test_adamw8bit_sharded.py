@@ -216,6 +216,29 @@ def test_states_of_blocks_are_seen_and_written_between_steps_like_others():
         assert torch.equal(restored, states[0]["exp_avg_scales"])
 
 
+def _adopt(rank, world_size, cases):
+    """Parameters in float64 whose states an engine gets from the user, and leaves to another."""
+    module = GivenGrads().double()
+    optimizer = _optimizer(module)
+    _steps(None, module, optimizer, range(1))
+    for number, options in enumerate(cases):
+        engine = Engine(module, [optimizer], _config(options))
+        _steps(engine, module, optimizer, range(number + 1, number + 2))
+        engine.close()
+    alone = GivenGrads().double()
+    own = _optimizer(alone)
+    _steps(None, alone, own, range(len(cases) + 1))
+    for value, expected in zip(module.parts, alone.parts, strict=True):
+        assert torch.equal(value, expected)
+        for key, state in own.state[expected].items():
+            assert optimizer.state[value][key].dtype == state.dtype, key
+            assert torch.equal(optimizer.state[value][key], state), key
+
+
+def test_states_pass_from_one_engine_to_another_with_the_same_bits_in_float64():
+    run_ranks(2, _adopt, [{"stage": 0}, CASES[-1], {"stage": 1}])
+
+
 def _add_later(rank, world_size):
     """Errors for an optimizer whose parameters were another's, and for parameters of none."""
     module = GivenGrads()
@@ -234,21 +257,30 @@ def test_a_parameter_that_had_another_optimizer_is_an_error_and_one_of_none_is_n
     run_ranks(2, _add_later)
 
 
-def _save_and_resume_with_adamw(rank, world_size, folder):
-    module = GivenGrads()
-    optimizer = _optimizer(module)
-    engine = Engine(module, [optimizer], ZeroConfig(stage=3))
-    _steps(engine, module, optimizer, range(1))
-    save_checkpoint(engine, f"{folder}/sharded", is_sharded=True)
-    engine.close()
-    other = GivenGrads()
-    engine = Engine(other, [_optimizer(other, torch.optim.AdamW)], ZeroConfig(stage=3))
-    with pytest.raises(ValueError, match=r"does not fit AdamW; it has\n.*exp_avg_scales of parts"):
-        load_checkpoint(engine, f"{folder}/sharded")
+def _save_and_resume(rank, world_size, folder):
+    """Errors where one class resumes a sharded checkpoint of the other one."""
+    maximizing = partial(torch.optim.AdamW, maximize=True)
+    for saving, resuming, words in (
+        (AdamW8bit, torch.optim.AdamW, r"does not fit AdamW; it has\n.*exp_avg_scales of parts"),
+        (maximizing, AdamW8bit, "has only maximize=False, got True"),
+    ):
+        path = f"{folder}/{resuming.__name__}"
+        for kind, is_saved in ((saving, True), (resuming, False)):
+            module = GivenGrads()
+            engine = Engine(module, [_optimizer(module, kind)], ZeroConfig(stage=3))
+            if is_saved:
+                _steps(engine, module, None, range(1))
+                save_checkpoint(engine, path, is_sharded=True)
+            else:
+                with pytest.raises(ValueError, match=words):
+                    load_checkpoint(engine, path)
+            engine.close()
 
 
-def test_a_sharded_checkpoint_is_an_error_for_adamw_of_torch_and_not_read_as_moments(tmp_path):
-    run_ranks(2, _save_and_resume_with_adamw, str(tmp_path))
+def test_a_sharded_checkpoint_of_the_other_class_is_an_error_where_its_values_would_be_wrong(
+    tmp_path,
+):
+    run_ranks(2, _save_and_resume, str(tmp_path))
 
 
 class Trained(LightningModule):

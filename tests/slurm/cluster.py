@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from tests.support.fault_matrix import SLOWDOWN
 from tests.support.network import Host, hosts, why_no_hosts
 from tests.support.ranks import free_port
 
@@ -135,8 +136,8 @@ class Cluster:
 def wait_for(
     condition: Callable[[], object], timeout_s: float, explain: Callable[[], str] = str
 ) -> object:
-    """Polls until `condition` holds; returns its value."""
-    deadline = time.monotonic() + timeout_s
+    """Polls until `condition` holds; returns its value. `timeout_s`: on a machine that is idle."""
+    deadline = time.monotonic() + timeout_s * SLOWDOWN
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {explain()}"
         time.sleep(0.2)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.slurm.cluster import wait_for
 from tests.slurm.test_training import ROOT
+from tests.support.fault_matrix import SLOWDOWN
 
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sbatch"))
 SMALL = [
@@ -25,7 +26,7 @@ SMALL = [
 # Resources of the scripts that these nodes lack: GPUs, and more than two processors.
 LAYOUT = ["--gpus-per-node=0", "--cpus-per-task=1", "--time=10", "--tmp=0"]
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(150 + 150 * SLOWDOWN)]
 
 
 def submit(slurm, folder, name, *overrides, options=()):

@@ -12,12 +12,13 @@ import pytest
 
 from tests.slurm.cluster import wait_for
 from tests.slurm.train import train
+from tests.support.fault_matrix import SLOWDOWN
 from tests.support.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).parent / "train.py"
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120 + 120 * SLOWDOWN)]
 
 
 def batch_script(*arguments, launcher="srun", before=""):

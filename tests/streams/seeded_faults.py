@@ -15,7 +15,7 @@ from lightning_zero.comm.backends import DeviceBackend, _AsyncCollective
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.step_worker import StepLoop, StepWorker
-from lightning_zero.core.unit import Unsharder
+from lightning_zero.core.unit import Prefetcher
 from lightning_zero.optim.chunks import ChunkStep
 from lightning_zero.record import streams
 from lightning_zero.tiers import storage
@@ -98,6 +98,11 @@ def _forgets_arrival(grad: OffloadedGrad) -> None:
         grad._pending = dataclasses.replace(grad._pending, event=None)
 
 
+def _forgets_average(grads: Gradients) -> None:
+    if grads._reduction is not None:
+        grads._reduction = dataclasses.replace(grads._reduction, pending=_AsyncCollective([]))
+
+
 def _frees_source(grad: OffloadedGrad) -> None:
     assert grad._pending is not None
     grad._pending = dataclasses.replace(grad._pending, source=grad._pending.values)
@@ -136,9 +141,10 @@ FAULTS = {
         *(Communicator, "wait_for_cpu_copies", _nothing),
         *("stage 3, cpu optimizer, fp16, clip", "RACE"),
     ),
-    "nothing is prefetched": Fault(Unsharder, "prefetch", _nothing, _S3, "OVERLAP"),
+    "nothing is prefetched": Fault(Prefetcher, "prefetch", _nothing, _S3, "OVERLAP"),
     "a gradient is used before it has been averaged over replicas": Fault(
-        Gradients, "_finish_average", _nothing, "stage 1, device, bf16, groups", "RACE"
+        *(Gradients, "end_group_reduction", _after(_forgets_average)),
+        *("stage 1, device, bf16, groups", "RACE"),
     ),
     # ------------------------------------------------------------------ overlapped steps
     "compute does not wait for the overlapped step of a bucket": Fault(
