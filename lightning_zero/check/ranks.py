@@ -214,9 +214,12 @@ def _judge(check: Check, outcomes: Sequence[Outcome]) -> Outcome:
             bad.setdefault(last, Outcome("failed", f"should have ended with {check.loses}"))
     if not bad:
         return outcomes[0]
-    text = "; ".join(f"rank {rank} {found.text}" for rank, found in bad.items())
-    trace = "".join(f"rank {rank}: {found.trace}\n" for rank, found in bad.items() if found.trace)
-    return Outcome("failed", text, trace=trace)
+    ranks: dict[str, list[str]] = {}
+    for rank, found in bad.items():
+        ranks.setdefault(found.text, []).append(str(rank))
+    text = "; ".join(f"rank {', '.join(those)} {text}" for text, those in ranks.items())
+    traces = {found.text: found.trace for found in bad.values()}
+    return Outcome("failed", text, trace="".join(traces.values()))
 
 
 # ---------------------------------------------------------------- a child

@@ -97,16 +97,17 @@ def full_disk(at):
 
 
 def test_planted_faults_are_found_and_named(tmp_path):
-    planted = [Check(sleeps, 4.0), Check(wrong_gradient), Check(full_disk)]
+    planted = [Check(sleeps, 3.0), Check(wrong_gradient), Check(full_disk)]
     arguments = ("--on-cpu", "--ranks", "2", "--nvme-path", str(tmp_path))
     status, found = run(tmp_path, *arguments, of=planted)
     assert status == 1
     assert {line["result"] for line in found.values()} == {"failed"}
     text = found["sleeps"]["text"]
-    assert "rank 1 did not return in 4 s: sleeps, test_check.py:" in text
-    assert re.search(r"rank 0 did not return in 4 s: \w+ in sleeps, test_check.py:", text), text
+    assert "rank 1 did not return in 3 s: sleeps, test_check.py:" in text
+    assert re.search(r"rank 0 did not return in 3 s: \w+ in sleeps, test_check.py:", text), text
     assert "stage 1: " in found["wrong gradient"]["text"]
     assert "of the largest change" in found["wrong gradient"]["text"]
+    assert "rank 0, 1 raised" in found["wrong gradient"]["text"]
     assert "No space left on device" in found["full disk"]["text"]
     assert str(tmp_path) not in found["full disk"]["text"]
 
