@@ -23,6 +23,7 @@ Packages, each of which imports only from those above it; the docstring of each 
     strategy      the strategy of Lightning's Trainer; begin here, or with `core`
     fabric        the strategy of Lightning's Fabric
     observe       monitor, fingerprints, reports and plots
+    check         whether a machine trains as it should
     conf, cli     configuration groups of Hydra; the command `lightning-zero`
 """
 

@@ -35,8 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(
         "lightning-zero",
-        description="Plans jobs, compares runs, shows traces of steps and results of sweeps, "
-        "inspects and exports checkpoints.",
+        description="Tries machines, plans jobs, compares runs, shows traces of steps and results "
+        "of sweeps, inspects and exports checkpoints.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)

@@ -28,6 +28,7 @@ _Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 def add_commands(subparsers: _Subparsers) -> None:
     """Adds all commands in alphabetical order."""
     for add in (
+        _add_check,
         _add_compare,
         _add_export,
         _add_inspect,
@@ -73,6 +74,54 @@ _seconds = _number("a number of seconds above 0")
 _rate = _number("GB per second such as 25")
 _positive = _count("an integer of at least 1")
 _TRUST = "unpickle any class; use only with files that you trust"
+
+# -------------------------------------------------------------------- check
+
+_CHECK = """\
+Tries training on this machine in about ten minutes: values against DDP, ranks
+that fail, checkpoints, memory, and time against DDP and FSDP2. Prints a table,
+and writes lightning-zero-check.md and .json, which have no names of hosts,
+users or paths. Uses all GPUs of this node, or two CPU processes; on several
+nodes, start it with torchrun or srun. The exit status is 1 if a check failed.
+"""
+_CHECK_EXAMPLES = """\
+examples:
+  lightning-zero check --quick
+  lightning-zero check --config path/to/my-llama/config.json --nvme-path /scratch
+  torchrun --nproc-per-node=8 -m lightning_zero check --module my.code:Model \
+    --input 8x3x224x224
+  srun --ntasks-per-node=8 python -m lightning_zero check
+"""
+
+
+def _add_check(subparsers: _Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "check",
+        help="try training on this machine, and write a report",
+        description=_CHECK,
+        epilog=_CHECK_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(first_line="loading torch", overrides=[], config_name=None)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="fewer cases: about a minute")
+    group = parser.add_argument_group(
+        "your model (random values, AdamW, float32, default settings)"
+    )
+    add_model = group.add_mutually_exclusive_group().add_argument
+    shape = "config.json of a Hugging Face model, whose shape is trained; or a preset of `plan`"
+    add_model("--config", dest="model", metavar="CONFIG.json", help=shape)
+    add_model("--module", metavar="MODULE:CLASS", help="a torch or Lightning module to build")
+    _add_inputs(group.add_argument)
+    add = parser.add_argument_group("machine").add_argument
+    add("--ranks", type=_positive, metavar="N", help="ranks, without torchrun or srun")
+    add("--on-cpu", action="store_true", help="train on CPUs, even if there are GPUs")
+    disk = "folder on a local disk, whose speed is measured and which offload uses"
+    add("--nvme-path", metavar="DIR", help=disk)
+    out = "folder of the report, which all nodes share (default: this one)"
+    add("--out", type=Path, default=Path(), metavar="DIR", help=out)
+
 
 # -------------------------------------------------------------------- compare, export, inspect
 
@@ -217,21 +266,22 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("overrides", nargs="*", metavar="OVERRIDE", help="KEY=VALUE for --config-name")
     add("--config-dir", help="directory of --config-name (default: conf of this package)")
+    _add_inputs(add)
+
+
+def _add_inputs(add: Callable[..., object]) -> None:
+    """Adds how a module is built and called, for `check` and `plan`."""
     argument = "argument of --module; may be repeated"
     add("--arg", action="append", default=[], metavar="NAME=VALUE", help=argument)
     shape = "shape of an argument of forward, such as 8x3x224x224 or 8x64:int64; may be repeated"
     add("--input", action="append", default=[], metavar="SHAPE", help=shape)
+    samples = "samples in a micro-batch of a rank (default: 1)"
+    add("--batch", type=_positive, metavar="N", help=samples)
+    add("--context", type=_positive, metavar="N", help="tokens in a sample (default: 1024)")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training").add_argument
-    add(
-        "--batch",
-        type=_positive,
-        metavar="N",
-        help="samples in a micro-batch of a rank (default: 1)",
-    )
-    add("--context", type=_positive, metavar="N", help="tokens in a sample (default: 1024)")
     add("--micro-batches", type=_positive, metavar="N", help="micro-batches in a step (default: 1)")
     precision = "precision of the Trainer (default: that of a configuration, or bf16-mixed)"
     add("--precision", choices=PRECISIONS, metavar="NAME", help=precision)

@@ -291,7 +291,7 @@ def _shape_in(path: Path) -> DecoderShape:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"--model must be one of {', '.join(SHAPES)}, a Hugging Face config.json or a "
+            f"the model must be one of {', '.join(SHAPES)}, a Hugging Face config.json or a "
             f"directory with one, got {str(path)!r}."
         )
     try:

@@ -572,7 +572,7 @@ def test_no_device_is_touched_and_no_process_group_is_left(small):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "llama9", "--ranks", "2"], "--model must be one of llama2_7b, "),
+        (["--model", "llama9", "--ranks", "2"], "the model must be one of llama2_7b, "),
         ([*SMALL, "--devices", "2"], "unrecognized arguments: --devices"),
         ([*SMALL, "--device-memory", "24"], "24 has no unit; write 24GiB or 24GB"),
         ([*SMALL, "--disk", "much"], "got 'much'"),

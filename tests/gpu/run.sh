@@ -1,20 +1,14 @@
 #!/usr/bin/env bash
-# What a first hour on one GPU should tell: tests/gpu/run.sh [--dry] [PIECE...]
+# What is tried first on one GPU: tests/gpu/run.sh [PIECE...]
 #
-# Pieces are smoke, tests, memory, overhead, offload, largest and page, each at most nine minutes, the
-# most telling first; without any, all of them. A piece that runs out of time prints the failures
-# so far. What they find lies in $OUT (outputs/gpu if it is not set), page there makes a
-# page for tests/benchmarks/. --dry runs tiny cases on the CPU, to see that this script works.
+# Pieces are smoke, tests and check, each at most nine minutes, the most telling first; without any,
+# all of them. A piece that runs out of time prints the failures so far. What they find is in $OUT
+# (outputs/gpu if it is not set).
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 export OUT=${OUT:-outputs/gpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
-dry=()
-if [ "${1:-}" = --dry ]; then
-  dry=(--dry)
-  shift
-fi
-[ $# -gt 0 ] || set -- smoke tests memory overhead offload largest page
+[ $# -gt 0 ] || set -- smoke check tests
 mkdir -p "$OUT"
 
 for piece in "$@"; do
@@ -27,7 +21,6 @@ for piece in "$@"; do
       --deselect tests/gpu/test_parity.py --deselect tests/gpu/test_forks.py --deselect tests/gpu/test_abort.py 2>&1 |
       tee "$OUT/tests.txt" || echo "tests failed or timed out"
   else
-    timeout -s INT 540 python -m tests.gpu.first_hour "$piece" --out "$OUT" "${dry[@]}" ||
-      echo "$piece failed or timed out"
+    timeout -s INT 540 python -m lightning_zero "$piece" --out "$OUT" || echo "$piece failed or timed out"
   fi
 done

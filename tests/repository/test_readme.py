@@ -49,7 +49,14 @@ TORCHRUN = (
     "torchrun --nproc-per-node 2 examples/train.py trainer.devices=2 hydra.run.dir=outputs/torchrun"
 )
 RAY = "python examples/ray_train.py --workers 2"  # run by tests/strategy/test_ray.py
-RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, RAY, *CLI}
+# With --quick and two or four CPU ranks: tests/check/test_check.py, tests/slurm/test_check.py.
+CHECK = {
+    "lightning-zero check",
+    "lightning-zero check --config my-llama/config.json --nvme-path /scratch",
+    "torchrun --nproc-per-node=8 -m lightning_zero check",
+    "srun --nodes=2 --ntasks-per-node=8 python -m lightning_zero check",
+}
+RUN_BY_A_TEST = {OVERRIDDEN, LOOP, SWEEP, TORCHRUN, RAY, *CLI, *CHECK}
 # On a SLURM cluster, with the layout of the test's nodes: tests/slurm/test_examples.py.
 RUN_ON_SLURM = {
     "sbatch --nodes=4 examples/slurm/multi_node.sbatch model.lr=2e-4",
@@ -161,7 +168,7 @@ def test_the_commands_of_lightning_zero_run(tmp_path, monkeypatch):
     report.parent.mkdir(parents=True)
     report.write_text('{"stage": 3}')
     assert main(shlex.split("export checkpoints/last.ckpt sharded-checkpoint --format dcp")) == 0
-    for command in CLI:
+    for command in set(CLI) - CHECK:
         # The model of the page is planned in tests/cli/test_plan.py.
         small = ["--model", "tiny"] if " plan " in command else []
         assert main([*shlex.split(command)[1:], *small]) == 0, command
