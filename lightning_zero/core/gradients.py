@@ -301,10 +301,10 @@ class Gradients:
         Ranks come here at different times, so no average over replicas is issued or waited for.
         """
         assert self.local is not None
-        if self._reduction is not None and self._has_replicas:
-            self._reduction.pending.wait()
-        else:
+        if not self._has_replicas:
             self.end_group_reduction()
+        elif self._reduction is not None and not self._reduction.is_averaging:
+            self._reduction.pending.wait()
         buffer = self.local.buffer
         if buffer is None:
             return
