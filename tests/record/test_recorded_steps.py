@@ -303,7 +303,7 @@ def _norms(rank, stage, **options):
         total = torch.linalg.vector_norm(torch.stack(list(norms.values())), order)
         torch.testing.assert_close(total, engine.grad_norm(order))
     # One element of the last rank's shard.
-    engine.buckets[0].grads.apply_(lambda part: part[-1:].fill_(torch.nan) if rank else None)
+    engine.buckets[0].grads.main.apply_(lambda part: part[-1:].fill_(torch.nan) if rank else None)
     assert engine.grad_norm(float("inf")).isnan()
     assert engine.grad_norms(float("inf"))[engine.buckets[0].plan.name].isnan()
     engine.close()
