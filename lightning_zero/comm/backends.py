@@ -57,6 +57,9 @@ class Unfilled:
 
 
 _TAG_STEP = 3  # kinds of collectives
+# A tag has 16 bits of the number of the collective, and 15 of the message's size. If ranks make
+# different calls, gloo waits for a message that is not sent, but aborts at one of another size.
+_NUMBERS, _SIZES = _TAG_STEP * 2**14, 2**15 - 19
 SplitSizes = Sequence[int] | None  # elements of each rank's shard; None: all equal
 
 
@@ -272,17 +275,20 @@ class GlooBackend(Backend):
     def _exchange(self, sends: Sequence[Tensor], receives: Sequence[Tensor], tag: int) -> list[Any]:
         """Posts a send of `sends[peer]` and a receive of `receives[peer]`, nearest rank first.
 
-        Empty tensors are not sent.
+        Empty tensors are not sent. `tag`: number of the collective.
         """
         works = []
+        first = tag % _NUMBERS << 15
         for step in range(1, self._size):
             source = (self._rank - step) % self._size
             if receives[source].numel():
-                works.append(self._group.recv([receives[source]], source, tag))
+                sized = first + receives[source].nbytes % _SIZES
+                works.append(self._group.recv([receives[source]], source, sized))
         for step in range(1, self._size):
             target = (self._rank + step) % self._size
             if sends[target].numel():
-                works.append(self._group.send([sends[target]], target, tag))
+                sized = first + sends[target].nbytes % _SIZES
+                works.append(self._group.send([sends[target]], target, sized))
         return works
 
     def _via_cpu(
