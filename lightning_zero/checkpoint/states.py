@@ -125,7 +125,7 @@ def full_optimizer_state(optimizer: Optimizer, engine: Engine) -> dict[str, Any]
     own = sum(unpacked_bytes(optimizer, state) for state in raw_states(optimizer).values())
     shares = engine.comm.control.gather_objects(own)
     num_copies = engine.comm.mesh.num_replicas
-    if any(bucket.replicates_optim for bucket in engine.buckets):
+    if any(bucket.shards.replicates_optim for bucket in engine.buckets):
         num_copies = engine.comm.size
     _check_fits(engine, "optimizer states", sum(shares) // num_copies)
     is_recipient = engine.comm.rank == 0
@@ -351,7 +351,7 @@ def _shard(
     """
     layout, mesh = layout or bucket.shards.layout, bucket.comm.mesh
     stepped = layout.owned(index)
-    if bucket.replicates_optim:
+    if bucket.shards.replicates_optim:
         written = _equal_share(stepped, mesh.rank, mesh.world_size)
     else:
         written = _equal_share(stepped, mesh.replica_rank, mesh.num_replicas)

@@ -96,7 +96,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     bucket = bucket_of(placement)
     lockstep_of(parameter).barrier(f"lightning_zero.full_grad() of {placement.name}")
     own = bucket.grads.fetch(placement.index)
-    if own is None or bucket.replicates_optim:
+    if own is None or bucket.shards.replicates_optim:
         return own if own is None else own.clone()
     own = own.read() if isinstance(own, LazyTensor) else own
     spec = bucket.shard_specs[placement.index]

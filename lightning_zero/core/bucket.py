@@ -55,6 +55,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.gradients import Gradients
+from lightning_zero.core.main_grad import MainGrad
 from lightning_zero.core.masters import Masters
 from lightning_zero.core.shards import Shards
 from lightning_zero.core.step_worker import OverlappedStep, StepWorker
@@ -102,8 +103,8 @@ class Bucket:
         parameters: The module's own parameter objects, by slot.
         comm: Communicator of the ranks that share the bucket.
         device: Device on which the bucket is unsharded.
-        shard_specs: Elements of each slot that each rank has, by slot; `owned(index)` are this
-            rank's.
+        shard_specs: Elements of each slot that each rank has, by slot; `shards.owned(index)` are
+            this rank's.
         shards_params: Whether parameters are sharded when idle.
         phase: Tensors that the parameters point at.
         is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
@@ -118,7 +119,6 @@ class Bucket:
         has_views_installed: Whether the user may write to the views of `install_views`.
         is_saved_for_backward: Whether a graph that backward has not traversed may hold views of
             the unsharded parameters.
-        replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
     """
 
     phase: Phase
@@ -172,7 +172,6 @@ class Bucket:
             buffer = FlatBuffer(plan.layout, plan.dtype, self.device)
         self.unsharded_params = buffer
         self.shards = shards = Shards(plan, buffer, storage, self.comm)
-        self.replicates_optim, self.owned = shards.replicates_optim, shards.owned
         self.shard_specs = [
             ShardSpec(
                 slot,
@@ -201,14 +200,14 @@ class Bucket:
     def _make_gradients(self) -> None:
         """Makes the gradients of a run, of which there are none yet."""
         self._overlapped = OverlappedStep(self.plan.name, self.comm.recorder)
-        self.grads = Gradients(
-            self.parameters,
+        main = MainGrad(
             self.shards,
             self.shard_specs,
             self._grad_dtype,
             self.offloaded_grad,
             self._overlapped,
         )
+        self.grads = Gradients(self.parameters, self.plan, self.comm, main)
 
     def _wrap(self, filled: FlatBuffer | None) -> None:
         """Copies rank 0's values; points the parameters at the unsharded buffer. Collective."""

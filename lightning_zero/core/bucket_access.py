@@ -149,7 +149,7 @@ class BucketAccess:
             bucket.wait_for_unshard()
             bucket.parameters[index].data = values  # synced by `reshard`
             return
-        own = own_elements(values, slot, bucket.owned(index))
+        own = own_elements(values, slot, bucket.shards.owned(index))
         num_known = bucket.shards.num_views
         if bucket.is_saved_for_backward and bucket.unsharded_params.num_holders(num_known):
             raise RuntimeError(

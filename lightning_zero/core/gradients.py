@@ -46,16 +46,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.comm.backends import Unfilled
-from lightning_zero.comm.communicator import Pending
+from lightning_zero.comm.communicator import Communicator, Pending
 from lightning_zero.core.local_grads import LocalGrads
 from lightning_zero.core.main_grad import MainGrad
 from lightning_zero.core.param_grads import ParamGrads, graph_error, unfilled
-from lightning_zero.core.shards import Shards
-from lightning_zero.core.step_worker import OverlappedStep
+from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.shard_spec import ShardSpec
-from lightning_zero.tiers.grad_offload import OffloadedGrad
 
 __all__ = ["GradState", "Gradients"]
 
@@ -92,18 +89,16 @@ class Gradients:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        shards: Shards,
-        shard_specs: Sequence[ShardSpec],
-        dtype: torch.dtype,
-        offloaded: OffloadedGrad | None,
-        overlapped: OverlappedStep,
+        plan: BucketPlan,
+        comm: Communicator,
+        main: MainGrad,
     ) -> None:
-        """Creates the gradients of a bucket; allocates no memory. Arguments as of `MainGrad`."""
-        self._plan, self._comm = shards.plan, shards.comm
+        """Creates the gradients of a bucket, whose mean is `main`; allocates no memory."""
+        self._plan, self._comm = plan, comm
         self._parameters = list(parameters)
         self.param_grads = ParamGrads(self._parameters, self._plan.layout.slots)
         self.states = [GradState.EMPTY] * len(self._parameters)
-        self.main = MainGrad(shards, shard_specs, dtype, offloaded, overlapped)
+        self.main = main
         self.local: LocalGrads | None = None
         if not self._plan.stage.has_shard(State.GRAD):
             self.local = LocalGrads(self._plan, self._parameters, self._comm.device, self.main)

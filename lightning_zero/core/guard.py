@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import cmath
 import warnings
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -129,10 +128,22 @@ class NonfiniteReport:
         )
 
 
+class _Position(NamedTuple):
+    """A backward, as this rank numbers it."""
+
+    step: int
+    micro_batch: int  # in its step
+
+    @property
+    def following(self) -> _Position:
+        """The next micro-batch of the same step."""
+        return _Position(self.step, self.micro_batch + 1)
+
+
 class _Look(NamedTuple):
     """Gradient at which a rank has looked."""
 
-    backward: int
+    position: _Position
     bucket: Bucket
     slot: int
 
@@ -168,33 +179,31 @@ class NonfiniteGuard:
         policy: "warn", "stop", "skip"; None: gradients are not looked at.
         last_report: The last report, the same on every rank; None: there was none.
         num_skipped: Steps that were skipped.
-        num_backwards: Backwards that have begun.
         skips_step: Whether the next step of the optimizers is to be skipped.
     """
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator, config: ZeroConfig) -> None:
         self.policy = config.on_nonfinite
         self.last_report: NonfiniteReport | None = None
-        self.num_skipped = self.num_backwards = 0
+        self.num_skipped = 0
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
         self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
-        # First backward of each of the last steps. Until all ranks have agreed, a step begins only
-        # as far as this rank knows.
-        self._starts: list[int] = []
-        self._first_step = 0  # number of the step that begins with the first of them
+        # The last backward: as far as this rank knows, and if it continues the last step on which
+        # all ranks have agreed.
+        self._position = self._continued = _Position(-1, -1)
         self._has_scaler = False
         self.begin_run()
 
     def begin_run(self) -> None:
         """Drops the looks at gradients that an exception has dropped; the counts stay. Local."""
         self.skips_step = False
-        self._num_agreed = len(self._starts)
+        self._continued = self._position
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
         self._found: list[_Found] = []  # not reported yet
-        self._named: set[tuple[int, str]] = set()  # parameters found, with the start of their step
+        self._named: set[tuple[int, str]] = set()  # steps, and the parameters found in them
 
     def use_scaler(self, has_scaler: bool) -> None:
         """Whether a loss scaler skips steps with infinite gradients, which only warn then."""
@@ -202,16 +211,18 @@ class NonfiniteGuard:
 
     def begin_at(self, step: int) -> None:
         """Numbers the next step `step`, where a run resumes. Local, before its backward."""
-        self._first_step = step - len(self._starts)
+        self._position = self._continued = _Position(step - 1, -1)
 
     def begin(self, *, is_new_step: bool) -> None:
         """Before a backward. Local.
 
         `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
         """
-        if is_new_step or not self._starts:
-            self._starts.append(self.num_backwards)
-        self.num_backwards += 1
+        self._continued = self._continued.following
+        if is_new_step or self._position.micro_batch < 0:
+            self._position = _Position(self._position.step + 1, 0)
+        else:
+            self._position = self._position.following
 
     @property
     def decides(self) -> bool:
@@ -280,19 +291,14 @@ class NonfiniteGuard:
                     self._add(_Found(look, 0, None))
 
     def _look_of(self, bucket: Bucket, slot: int) -> _Look:
-        return _Look(self.num_backwards - 1, bucket, slot)
+        return _Look(self._position, bucket, slot)
 
     def _add(self, found: _Found) -> None:
         look = found.look
-        name = look.bucket.plan.layout.slots[look.slot].name
-        key = self._starts[self._step_at(look.backward)], name
+        key = look.position.step, look.bucket.plan.layout.slots[look.slot].name
         if key not in self._named:
             self._named.add(key)
             self._found.append(found)
-
-    def _step_at(self, backward: int) -> int:
-        """Index in `_starts` of the step of a backward."""
-        return max(0, bisect_right(self._starts, backward) - 1)
 
     # ---------------------------------------------------------------- agreement and report
 
@@ -301,33 +307,23 @@ class NonfiniteGuard:
 
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
-        begins_step = len(self._starts) > self._num_agreed
-        return [not begins_step, self._has_found(ends_step=ends_step)]
+        continues_step = self._position.step == self._continued.step
+        return [continues_step, self._has_found(ends_step=ends_step)]
 
     def receive_flags(self, flags: Sequence[int]) -> bool:
         """Takes what any rank has sent; returns whether any has found something. Local.
 
-        The last step is left unless a rank continues it: no rank may skip a step alone.
+        The last step is left unless a rank continues it: no rank may skip a step alone. A rank
+        that had begun another has numbered what it found in this backward as one of that step.
         """
         continues_step, has_found = map(bool, flags)
         if continues_step:
-            del self._starts[max(1, self._num_agreed) :]
+            self._position = self._continued
         else:
+            self._continued = self._position
             self.skips_step = False
-        self._forget_earlier_steps()
-        self._num_agreed = len(self._starts)
+            self._named = {key for key in self._named if key[0] >= self._position.step - 1}
         return has_found
-
-    def _forget_earlier_steps(self) -> None:
-        """Forgets steps before the last one, unless results of them are on their way."""
-        pending = [copied.looks[0].backward for copied in self._copies]
-        pending += [found.look.backward for found in self._found]
-        oldest = self._step_at(min(pending, default=self.num_backwards))
-        num_dropped = max(0, min(oldest, len(self._starts) - 2))
-        if num_dropped:
-            del self._starts[:num_dropped]
-            self._first_step += num_dropped
-            self._named = {key for key in self._named if key[0] >= self._starts[0]}
 
     def _has_found(self, *, ends_step: bool) -> bool:
         """Whether this rank has found something that is not reported yet."""
@@ -337,8 +333,10 @@ class NonfiniteGuard:
             self._receive(waits=True)
         return bool(self._found)
 
-    def report(self) -> None:
+    def report(self, *, is_over: bool = False) -> None:
         """Reports what the ranks have found, in the same way on every rank. Collective.
+
+        `is_over`: no step will follow.
 
         Raises:
             NonfiniteGradientError: With "stop".
@@ -349,12 +347,12 @@ class NonfiniteGuard:
         own = _OwnReport(
             [self._describe(gradient) for gradient in found[:_MAX_SENT]],
             len(found[_MAX_SENT:]),
-            self._first_step + len(self._starts) - 1,
+            self._position.step + is_over,
         )
         by_rank: list[_OwnReport] = self._control.gather_objects(own)
         gradients = [gradient for report in by_rank for gradient in report.found]
         gradients.sort(key=lambda found: (found.step, found.micro_batch, found.rank))
-        are_current = [found.step == by_rank[found.rank].step for found in gradients]
+        are_current = [found.step >= by_rank[found.rank].step for found in gradients]
         report = NonfiniteReport(
             gradients[0].step,
             tuple(gradients),
@@ -383,20 +381,16 @@ class NonfiniteGuard:
         self._copy_maxima()
         self._receive(waits=True)
         if any(self._control.gather_objects(bool(self._found))):
-            self._starts.append(self.num_backwards)  # what is left is of no step to come
-            try:
-                self.report()
-            finally:
-                self._starts.pop()
+            self.report(is_over=True)
 
     def _describe(self, found: _Found) -> NonfiniteGradient:
-        look, index = found.look, self._step_at(found.look.backward)
+        look = found.look
         slot = look.bucket.plan.layout.slots[look.slot]
         return NonfiniteGradient(
             self._control.rank,
             slot.name,
-            self._first_step + index,
-            look.backward - self._starts[index],
+            look.position.step,
+            look.position.micro_batch,
             found.num_nan,
             found.num_inf,
             slot.numel,

@@ -138,7 +138,7 @@ def _owned_shards(
         return
     main, layout, rank = bucket.grads.main, bucket.plan.layout, comm.mesh.shard_rank
     assert main.tensor is not None
-    is_unsharded = bucket.replicates_optim
+    is_unsharded = bucket.shards.replicates_optim
     if len(slots) == len(bucket.parameters) and order >= 0:
         owned = layout.shard(rank)
         yield main.tensor[owned.start : owned.stop] if is_unsharded else main.tensor

@@ -157,7 +157,7 @@ def _tier_in_memory(placement: Placement) -> Tier:
 def _full_numel(placement: Placement, key: str, value: Tensor) -> int:
     """Number of elements of the full tensor that `value` is a shard of."""
     bucket = bucket_of(placement)
-    is_full = bucket.replicates_optim or bucket.shards.has_tensor_owners
+    is_full = bucket.shards.replicates_optim or bucket.shards.has_tensor_owners
     is_slice = not is_full and (value.dim() == 1 or value.shape == placement.shape)
     return math.prod(full_state_shape(placement, key)) if is_slice else value.numel()
 

@@ -132,7 +132,7 @@ class _ShadowBucket(Bucket):
     """Bucket of the copy. Where optimizer states are replicated, a rank sends only its shard."""
 
     def all_gather_into(self, out: Tensor, source: Source | None = None) -> Pending:
-        if isinstance(source, Tensor) and self.replicates_optim:
+        if isinstance(source, Tensor) and self.shards.replicates_optim:
             own = self.plan.layout.shard(self.comm.mesh.shard_rank)
             source = source[own.start : own.stop]
         return super().all_gather_into(out, source)

@@ -170,7 +170,7 @@ def _parameters(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[tup
             if _is_counted(bucket):
                 for index, slot in enumerate(bucket.plan.layout.slots):
                     values = _read(views[index]).to(bucket.orig_dtypes[index])
-                    yield slot.name, _parts(values, bucket.owned(index).start)
+                    yield slot.name, _parts(values, bucket.shards.owned(index).start)
     elif trainer.is_global_zero:
         for name, parameter in module.named_parameters():
             if parameter.is_floating_point():
@@ -187,7 +187,7 @@ def _gradients(
                 if id(bucket.parameters[index]) in stepped:
                     grad = bucket.grads.fetch(index)
                     if grad is not None and _is_counted(bucket):
-                        yield slot.name, _parts(_read(grad), bucket.owned(index).start)
+                        yield slot.name, _parts(_read(grad), bucket.shards.owned(index).start)
     elif trainer.is_global_zero:
         for name, parameter in module.named_parameters():
             if id(parameter) in stepped and parameter.grad is not None:
@@ -197,7 +197,7 @@ def _gradients(
 def _is_counted(bucket: Bucket) -> bool:
     """Whether this rank's elements count: those of replicas are the same."""
     mesh = bucket.comm.mesh
-    return mesh.rank == 0 if bucket.replicates_optim else mesh.replica_rank == 0
+    return mesh.rank == 0 if bucket.shards.replicates_optim else mesh.replica_rank == 0
 
 
 def _read(values: Tensor) -> Tensor:

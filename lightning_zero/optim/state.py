@@ -456,7 +456,7 @@ def _gather_owned_states(
     keeps on the CPU are on the CPU. Collective: every rank must exhaust it.
     """
     for bucket in buckets:
-        if bucket.replicates_optim:
+        if bucket.shards.replicates_optim:
             states = raw_states(optimizer)  # a defaultdict: `states[p]` would create missing ones
             yield from ((p, states[p]) for p in bucket.parameters if p in states)
     specs = gather_owned_state_specs(optimizer, buckets)

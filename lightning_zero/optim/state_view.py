@@ -68,7 +68,7 @@ def before_access(optimizer: Optimizer) -> None:
 
 def is_sliced(bucket: Bucket) -> bool:
     """Whether states of the bucket's parameters are slices."""
-    return not bucket.replicates_optim and not bucket.shards.has_tensor_owners
+    return not bucket.shards.replicates_optim and not bucket.shards.has_tensor_owners
 
 
 def full_state_shape(placement: Placement, key: str) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def local_part(parameter: Tensor, key: str, value: object, known: object = None)
     if isinstance(value, ShardedTensor):
         is_own = _spec_of(bucket, placement.index, key).matches(value.spec)
         return value.local.clone() if is_own else _slice(bucket, placement.index, key, value)
-    numel = len(bucket.owned(placement.index))
+    numel = len(bucket.shards.owned(placement.index))
     is_number = not placement.shape and not is_elementwise_state(known, numel)
     if value.shape != full_state_shape(placement, key) or is_number:
         return value

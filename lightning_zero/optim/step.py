@@ -473,7 +473,7 @@ def check_full_tensors(optimizer: Optimizer, found: ProbeResult) -> None:
     for parameter in [] if found.is_elementwise else parameters_of(optimizer):
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if not (bucket.replicates_optim or bucket.plan.layout.has_tensor_owners):
+        if not (bucket.shards.replicates_optim or bucket.plan.layout.has_tensor_owners):
             raise ValueError(
                 f"{type(optimizer).__name__} must step full tensors, but {placement.name} was "
                 "sharded in slices when the engine was built. Give this optimizer all of its "
