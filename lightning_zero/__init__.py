@@ -49,11 +49,13 @@ if TYPE_CHECKING:
     from lightning_zero.layout.config import ZeroConfig
     from lightning_zero.layout.memory import MemoryReport
     from lightning_zero.layout.offload import OffloadConfig
+    from lightning_zero.strategy.float8 import Float8Precision
     from lightning_zero.strategy.loading import load_from_checkpoint
     from lightning_zero.strategy.strategy import ZeroStrategy
 
 __all__ = [
     "Engine",
+    "Float8Precision",
     "MemoryReport",
     "NonfiniteGradientError",
     "NonfiniteGradientWarning",
@@ -91,6 +93,7 @@ _MODULES = {
     "layout.config": ["ZeroConfig"],
     "layout.memory": ["MemoryReport"],
     "layout.offload": ["OffloadConfig"],
+    "strategy.float8": ["Float8Precision"],
     "strategy.loading": ["load_from_checkpoint"],
     "strategy.strategy": ["ZeroStrategy"],
 }

@@ -13,11 +13,13 @@ from lightning_zero.layout.sizes import parse_bytes, parse_count
 
 __all__ = ["PRECISIONS", "add_commands"]
 
-# Precision of a Trainer: torch's dtype of autocast if mixed, else of the module ("": as built).
+# Precision of a Trainer: torch's dtype of autocast if mixed, else of the module ("": as built);
+# float8 is that of a plugin.
 PRECISIONS = {
     "32-true": "",
     "bf16-mixed": "bfloat16",
     "16-mixed": "float16",
+    "float8": "bfloat16",
     "bf16-true": "bfloat16",
     "16-true": "float16",
     "64-true": "float64",

@@ -22,7 +22,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -70,6 +70,7 @@ _RATES = {
     "io_gb_per_s": "nvme",
     "memory_gb_per_s": "memory",
 }
+_FLOAT8 = {"_target_": "lightning_zero.Float8Precision"}
 _CONF = Path(__file__).parents[1] / "conf"
 
 
@@ -84,7 +85,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}.")
     config = source.config
     autocast: torch.dtype | None = None
-    if name.endswith("-mixed"):
+    if name == "float8":
+        plugin = instantiate(source.settings.get("float8") or _FLOAT8)
+        plugin.convert_module(source.module)
+    if name.endswith("-mixed") or name == "float8":
         autocast = getattr(torch, PRECISIONS[name])
         if config.param_dtype is None:
             config = config.replace(param_dtype=autocast)
@@ -240,8 +244,8 @@ class Source:
         module: Model on the meta device.
         step: Function of the model that computes a loss; None: its inputs are unknown.
         config: Settings of the strategy, without stage and offload.
-        settings: `ranks`, `ranks_per_node`, `precision` and `micro_batches` of a Hydra
-            configuration; None: not set there.
+        settings: `ranks`, `ranks_per_node`, `precision`, `float8` (the plugin) and `micro_batches`
+            of a Hydra configuration; None: not set there.
     """
 
     title: str
@@ -485,6 +489,7 @@ def _trainer_settings(config: DictConfig) -> dict[str, Any]:
         "ranks": devices * nodes if isinstance(devices, int) else None,
         "ranks_per_node": devices if isinstance(devices, int) else None,
         "precision": _trainer_precision(config),
+        "float8": _float8_plugin(config),
         "micro_batches": OmegaConf.select(config, "trainer.accumulate_grad_batches"),
     }
 
@@ -493,5 +498,15 @@ def _trainer_precision(config: DictConfig) -> str | None:
     """Name in `PRECISIONS` of the Trainer's precision; None if the configuration has no Trainer."""
     if OmegaConf.select(config, "trainer") is None:
         return None
+    if _float8_plugin(config) is not None:
+        return "float8"
     name = str(OmegaConf.select(config, "trainer.precision") or "32-true")  # the Trainer's default
     return _SHORT_PRECISIONS.get(name, name)
+
+
+def _float8_plugin(config: DictConfig) -> DictConfig | None:
+    plugins = OmegaConf.select(config, "trainer.plugins")
+    for plugin in plugins if isinstance(plugins, ListConfig) else [plugins]:
+        if isinstance(plugin, DictConfig) and plugin.get("_target_") == _FLOAT8["_target_"]:
+            return plugin
+    return None

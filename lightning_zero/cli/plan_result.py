@@ -38,7 +38,12 @@ __all__ = ["Row", "as_dict", "as_text", "best_of", "check_plot", "draw", "headin
 _TEXT_WIDTH = 80  # columns
 _NVME_WITH_GRADIENTS = "nvme with gradients"
 # Choices of the group precision in conf.
-_PRECISIONS = {"bf16-mixed": "bf16_mixed", "16-mixed": "fp16_mixed", "32-true": "fp32"}
+_PRECISIONS = {
+    "bf16-mixed": "bf16_mixed",
+    "16-mixed": "fp16_mixed",
+    "32-true": "fp32",
+    "float8": "float8",
+}
 
 
 @dataclass(frozen=True)
@@ -369,7 +374,11 @@ def _trainer(summary: Mapping[str, Any], best: Any) -> str:
     arguments = [f"strategy={best['strategy']}", f"devices={summary['ranks_per_node']}"]
     arguments += [f"num_nodes={nodes}"] if nodes > 1 else []
     arguments += ['accelerator="cpu"'] if summary["on_cpu"] else []
-    return f'Trainer({", ".join(arguments)}, precision="{summary["precision"]}")'
+    is_plugin = summary["precision"] == "float8"
+    arguments.append(
+        "plugins=Float8Precision()" if is_plugin else f'precision="{summary["precision"]}"'
+    )
+    return f"Trainer({', '.join(arguments)})"
 
 
 def _overrides(summary: Mapping[str, Any], best: Any) -> str:

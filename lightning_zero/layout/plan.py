@@ -266,6 +266,12 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
                 "support; store real and imaginary parts, nn.Parameter(torch.view_as_real(values)),"
                 " and call torch.view_as_complex on them in the forward."
             )
+        if hasattr(parameter, "fsdp_pre_all_gather"):
+            raise ValueError(
+                f"Parameter {name} must be an ordinary one, got {type(parameter).__name__}, which "
+                "FSDP alone can all-gather; for torchao's float8, pass "
+                "Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
+            )
 
 
 class _Bucketizer:

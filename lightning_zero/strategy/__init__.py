@@ -21,6 +21,7 @@ Imports the engine, checkpoint, planner, deepspeed and launch.
     loops             the check of all ranks between two batches, and evaluation with a different
                       number of batches on each rank
     precision         clipping, the loss scale, dtypes
+    float8            linear layers in float8
     averages          Lightning's averages of weights, with `engine.shadow`
     patches           temporary patches of methods of Lightning's objects
 

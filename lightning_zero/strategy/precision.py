@@ -26,6 +26,7 @@ from lightning_zero._lightning.pytorch import (
 )
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.keep_float32 import float32_names_of
+from lightning_zero.strategy.float8 import Float8Precision
 
 __all__ = [
     "ZeroDoublePrecision",
@@ -123,7 +124,12 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     def __init__(self, plugin: MixedPrecision) -> None:
         precision = cast(Literal["16-mixed", "bf16-mixed"], plugin.precision)  # its only values
         super().__init__(precision, plugin.device, plugin.scaler)
+        self._convert = plugin.convert_module
         self.param_dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._convert(module)
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins narrow it
@@ -177,8 +183,8 @@ def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
     """
     if isinstance(plugin, ZeroPrecision):
         ours: ZeroPrecision = plugin
-    elif type(plugin) is MixedPrecision:
-        ours = ZeroMixedPrecision(plugin)
+    elif type(plugin) in (MixedPrecision, Float8Precision):
+        ours = ZeroMixedPrecision(cast(MixedPrecision, plugin))
     elif type(plugin) is HalfPrecision:
         ours = ZeroHalfPrecision(plugin.precision)
     elif type(plugin) is DoublePrecision:

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
-from lightning_zero import Engine, ZeroConfig, load_from_checkpoint, load_weights
+from lightning_zero import Engine, Float8Precision, ZeroConfig, load_from_checkpoint, load_weights
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import GPTModule, regression_data
 from tests.support.ranks import run_ranks
@@ -147,6 +148,42 @@ def test_every_way_of_compiling_trains_as_plain_modules_do(world_size, backend, 
     found = run_ranks(world_size, _compare, cases, backend, has_group=False, timeout_s=1200)
     for outcomes in found:
         _assert_equal(outcomes, cases)
+
+
+def _count_breaks(rank, world_size, stage, precision):
+    """Compiled graphs, compiled frames and graph breaks after each step of compiled blocks."""
+    options = {"precision": precision}
+    if precision == "float8":
+        from torchao.float8 import Float8LinearConfig
+
+        options = {"plugins": [Float8Precision(Float8LinearConfig(emulate=True))]}
+    torch._dynamo.reset()
+    counters.clear()
+    module = GPTModule(ranks=2, num_batches=NUM_BATCHES)
+    for block in module.gpt.blocks:
+        block.compile(backend="aot_eager")
+    counts = []
+
+    def count(*_):
+        graphs, frames = counters["stats"]["unique_graphs"], counters["frames"]["total"]
+        counts.append((graphs, frames, sum(counters["graph_break"].values())))
+
+    end = LambdaCallback(on_train_batch_end=count)
+    make_trainer(settings(stage), callbacks=[end], **options).fit(module)
+    return counts
+
+
+@pytest.mark.default_cases("3-32-true", "3-float8")
+@pytest.mark.shows("compiled blocks: no graph break, no compilation after the first step")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "float8"])
+@pytest.mark.parametrize("stage", range(4))
+def test_a_compiled_block_is_one_graph_that_no_later_step_compiles_again(stage, precision):
+    if precision == "float8":
+        pytest.importorskip("torchao", reason="needs torchao")
+    for counts in run_ranks(2, _count_breaks, stage, precision, has_group=False):
+        graphs, _, num_breaks = counts[0]
+        assert (graphs, num_breaks) == (1, 0)  # equal blocks share their graph
+        assert counts == [counts[0]] * NUM_BATCHES
 
 
 class Outside(nn.Module):

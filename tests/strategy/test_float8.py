@@ -1,0 +1,172 @@
+"""Linear layers in float8 (torchao, emulated on the CPU) train as under DDP, in every stage."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Engine, Float8Precision, ZeroConfig, load_from_checkpoint
+from lightning_zero.planner import EngineRuns
+from lightning_zero.planner.engine_run import RankOfGroup
+from tests.support.fitting import (
+    arrays,
+    assert_same,
+    fit_ranks,
+    fit_reference,
+    make_trainer,
+    settings,
+)
+from tests.support.models import GPTModule
+from tests.support.planned import MODELS, loss_of
+from tests.support.warm import run_ranks
+
+pytest.importorskip("torchao", reason="needs torchao")
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.float8.float8_linear import Float8Linear
+
+EMULATED = partial(Float8LinearConfig, emulate=True)
+
+
+class Float8GPT(GPTModule):
+    """Converts its own layers."""
+
+    def configure_model(self):
+        if not isinstance(self.gpt.head, Float8Linear):
+            convert_to_float8_training(self.gpt, config=EMULATED())
+
+
+def plugin(**options):
+    return {"plugins": [Float8Precision(EMULATED(), **options)]}
+
+
+@pytest.mark.default_cases("3")
+@pytest.mark.shows("torchao's float8 linear layers")
+@pytest.mark.parametrize("stage", range(4))
+def test_float8_layers_train_as_under_ddp(stage):
+    factory = partial(Float8GPT, ranks=2, num_batches=3)
+    reference = fit_reference(2, factory)
+    assert_same(fit_ranks(2, settings(stage), factory), reference)
+    plain = fit_reference(2, partial(GPTModule, ranks=2, num_batches=3))
+    assert reference[0].losses != plain[0].losses
+
+
+@pytest.mark.default_cases("3")
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plugin_trains_as_a_module_that_converts_itself(stage):
+    factory = partial(GPTModule, ranks=2, num_batches=3)
+    ours = fit_ranks(2, settings(stage), factory, plugin())
+    own = partial(Float8GPT, ranks=2, num_batches=3)
+    assert_same(ours, fit_ranks(2, settings(stage), own, {"precision": "bf16-mixed"}))
+
+
+@pytest.mark.slow
+def test_the_plugin_also_works_under_ddp():
+    factory = partial(GPTModule, ranks=2, num_batches=3)
+    options = {**plugin(), "gradient_clip_val": 0.5}
+    ours = fit_ranks(2, settings(3), factory, options)
+    # On a CPU torchao takes no notice of autocast, so DDP's matrices are in float32.
+    assert_same(ours, fit_reference(2, factory, options), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.default_cases("full")
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_checkpoints_have_the_keys_of_the_plain_module_and_resume(tmp_path, form):
+    factory = partial(GPTModule, ranks=2, num_batches=3)
+    path = str(tmp_path / "saved")
+    spec = settings(3, checkpoint=form)
+    straight, resumed = (
+        run_ranks(2, _fit_twice, spec, factory, path, ends, has_group=False)[0]
+        for ends in ([2], [1, 2])
+    )
+    assert list(straight) == list(GPTModule().state_dict())
+    for name, value in straight.items():
+        np.testing.assert_array_equal(resumed[name], value, err_msg=name)
+
+
+def _fit_twice(rank, world_size, spec, factory, path, ends):
+    """Fits up to each of the epochs, from the checkpoint of the one before, with a new module."""
+    ckpt_path = None
+    for end in ends:
+        torch.manual_seed(0)
+        module = factory()
+        trainer = make_trainer(spec, max_epochs=end, **plugin())
+        trainer.fit(module, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(path)
+        ckpt_path = path
+    loaded = load_from_checkpoint(GPTModule, path).state_dict()  # not converted
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in loaded.items())
+    return arrays(loaded)
+
+
+@pytest.mark.refuses(
+    "torchao's `enable_fsdp_float8_all_gather`", because="only FSDP can all-gather such parameters"
+)
+def test_the_all_gather_of_fsdp_is_refused_by_name():
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    for stage in range(4):
+        module = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)
+        with pytest.raises(
+            ValueError,
+            match=r"Parameter 0\.weight must be .*enable_fsdp_float8_all_gather=False",
+        ):
+            Engine(module, [torch.optim.SGD(module.parameters())], ZeroConfig(stage=stage))
+
+
+def test_only_layers_that_float8_can_multiply_and_no_excluded_ones_are_converted():
+    class OwnLinear(nn.Linear):
+        pass
+
+    module = nn.ModuleDict(
+        {
+            "up": nn.Linear(16, 32),
+            "odd": nn.Linear(16, 24),
+            "own": OwnLinear(16, 16),
+            "head": nn.Linear(32, 16),
+        }
+    )
+    parameters = dict(module.named_parameters())
+    precision = Float8Precision(EMULATED(), exclude=["*head"])
+    for _ in range(2):  # of two runs
+        precision.convert_module(module)
+        assert [type(layer) for layer in module.values()] == [
+            Float8Linear, nn.Linear, OwnLinear, nn.Linear
+        ]  # fmt: skip
+    assert all(p is parameters[name] for name, p in module.named_parameters())
+    with pytest.warns(UserWarning, match="converted no layer of Linear.*multiples of 16"):
+        precision.convert_module(nn.Linear(16, 8))
+
+
+def _built():
+    return convert_to_float8_training(MODELS["gpt"].build(), config=EMULATED())
+
+
+def _measure(rank, world_size, configs):
+    """Bytes that the engine counts after two steps, by configuration."""
+    found = []
+    for config in configs:
+        module = _built()
+        engine = Engine(module, [torch.optim.AdamW(module.parameters(), fused=True)], config)
+        for _ in range(2):
+            engine.zero_grad()
+            engine.backward(loss_of(module, MODELS["gpt"].batch()))
+            engine.step()
+        tiers = engine.memory_report().tiers
+        found.append({tier: dict(states) for tier, states in tiers.items()})
+        engine.close()
+    return found
+
+
+def test_the_plan_has_the_bytes_of_the_engine():
+    configs = [ZeroConfig(stage=stage) for stage in (1, 3)]
+    with torch.device("meta"):
+        module = _built()
+    step = partial(loss_of, batch=MODELS["gpt"].batch())
+    runs = EngineRuns(module, [torch.optim.AdamW(module.parameters())], step)
+    for rank, found in enumerate(run_ranks(2, _measure, configs)):
+        for config, tiers in zip(configs, found, strict=True):
+            counts = runs.count(config, RankOfGroup(rank, 2, False))
+            assert {tier.value: dict(states) for tier, states in counts.held.items()} == tiers
