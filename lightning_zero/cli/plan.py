@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     autocast: torch.dtype | None = None
     if name == "float8":
         plugin = instantiate(source.settings.get("float8") or _FLOAT8)
-        plugin.convert_module(source.module)
+        source = replace(source, module=plugin.convert_module(source.module))
     if name.endswith("-mixed") or name == "float8":
         autocast = getattr(torch, PRECISIONS[name])
         if config.param_dtype is None:

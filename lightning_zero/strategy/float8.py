@@ -51,7 +51,9 @@ class Float8Precision(MixedPrecision):
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
-        convert_to_float8_training(module, config=self._config, module_filter_fn=self._is_converted)
+        module = convert_to_float8_training(
+            module, config=self._config, module_filter_fn=self._is_converted
+        )
         if not any(isinstance(layer, Float8Linear) for layer in module.modules()):
             rank_zero_warn(
                 f"Float8Precision has converted no layer of {type(module).__name__}: expected an "

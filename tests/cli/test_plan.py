@@ -401,6 +401,20 @@ def test_the_precision_of_a_configuration_is_that_of_its_trainer(
     assert found["precision"] == precision
 
 
+@pytest.mark.usefixtures("without_offload")
+def test_float8_is_planned_with_its_layers_and_printed_with_its_plugin(tmp_path, capsys):
+    pytest.importorskip("torchao", reason="needs torchao")
+    text = "model: {_target_: torch.nn.Linear, in_features: 16, out_features: 16}\n"
+    text += "trainer: {devices: 2, plugins: {_target_: lightning_zero.Float8Precision}}"
+    (tmp_path / "own.yaml").write_text(text)
+    options = ["--config-dir", str(tmp_path), "--config-name", "own"]
+    assert plan(capsys, *options)["precision"] == "float8"
+    assert run_plan(*SMALL, "--precision", "float8") == 0
+    *_, trainer, overrides = capsys.readouterr().out.splitlines()
+    assert trainer.endswith("plugins=Float8Precision())")
+    assert "precision=float8" in overrides
+
+
 def test_the_text_is_a_table_of_80_columns_and_two_lines_to_paste(capsys):
     assert run_plan(*SMALL, "--device-memory", "1GiB") == 0
     lines = capsys.readouterr().out.splitlines()

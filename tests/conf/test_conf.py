@@ -46,6 +46,7 @@ REFUSED = (HydraException, ValueError, ModuleNotFoundError)
 NEEDS = {
     "hparams_search=optuna": ("hydra_plugins.hydra_optuna_sweeper", "sweep"),
     "logger=tensorboard": ("tensorboard", "tensorboard"),
+    "precision=float8": ("torchao", "test"),
     "logger=many_loggers": ("tensorboard", "tensorboard"),
 }
 
