@@ -83,18 +83,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}.")
+    source, autocast = _in_precision(source, name)
     config = source.config
-    autocast: torch.dtype | None = None
-    if name == "float8":
-        plugin = instantiate(source.settings.get("float8") or _FLOAT8)
-        source = replace(source, module=plugin.convert_module(source.module))
-    if name.endswith("-mixed") or name == "float8":
-        autocast = getattr(torch, PRECISIONS[name])
-        if config.param_dtype is None:
-            config = config.replace(param_dtype=autocast)
-        config = config.under_autocast()
-    elif PRECISIONS[name]:
-        source.module.to(getattr(torch, PRECISIONS[name]))
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
     blocks = outermost(find_blocks(source.module))
@@ -138,6 +128,20 @@ def run(args: argparse.Namespace) -> int:
         draw(rows, best["choice"] if best else None, machine, title, args.plot)
         print(f"plot: {args.plot}", file=sys.stderr)
     return 0 if best else 1
+
+
+def _in_precision(source: Source, name: str) -> tuple[Source, torch.dtype | None]:
+    """The module and config of `source` in a precision of a Trainer, and its autocast dtype."""
+    dtype = getattr(torch, PRECISIONS[name]) if PRECISIONS[name] else None
+    if name == "float8":
+        plugin = instantiate(source.settings.get("float8") or _FLOAT8)
+        source = replace(source, module=plugin.convert_module(source.module))
+    elif not name.endswith("-mixed"):
+        return (source if dtype is None else replace(source, module=source.module.to(dtype))), None
+    config = source.config
+    if config.param_dtype is None:
+        config = config.replace(param_dtype=dtype)
+    return replace(source, config=config.under_autocast()), dtype
 
 
 def _machine(args: argparse.Namespace, source: Source) -> Machine:
