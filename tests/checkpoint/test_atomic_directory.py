@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     StagedDirectory,
     atomic_write,
@@ -176,7 +177,8 @@ def _write_file(path):
 
 
 @pytest.mark.parametrize("write", [StagedDirectory, _write_file, remove])
-def test_a_second_writer_gets_an_error_that_names_the_first_one(write, tmp_path):
+def test_a_second_writer_gets_an_error_that_names_the_first_one(write, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_PAUSE_S", 0.001)
     target = tmp_path / "a.ckpt"
     make(target, "old").publish()
     first = make(target, "first")

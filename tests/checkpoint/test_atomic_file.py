@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 
+from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import atomic_write
 from lightning_zero.checkpoint.torch_file import find_damage, write_torch_file
 from tests.support.full_disk import mounted_tmpfs
@@ -138,7 +139,10 @@ def _write_endlessly(path, is_at_work):
         time.sleep(60)
 
 
-def test_leftovers_of_a_killed_writer_are_deleted_and_files_of_a_live_one_stay(tmp_path):
+def test_leftovers_of_a_killed_writer_are_deleted_and_files_of_a_live_one_stay(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(atomic, "_PAUSE_S", 0.001)
     path = tmp_path / "a.ckpt"
     write(path, b"old")
     is_at_work = multiprocessing.Event()

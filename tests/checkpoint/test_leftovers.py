@@ -130,6 +130,7 @@ def test_a_lock_deleted_by_its_holder_meanwhile_is_made_again(tmp_path, monkeypa
         flock(descriptor, how)
 
     monkeypatch.setattr(atomic.fcntl, "flock", disturbed)
+    monkeypatch.setattr(atomic, "_PAUSE_S", 0.001)
     draft = StagedDirectory(tmp_path / "a.ckpt")
     with pytest.raises(OSError, match="is saving to this path"):
         StagedDirectory(tmp_path / "a.ckpt")

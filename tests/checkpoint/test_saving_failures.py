@@ -26,6 +26,7 @@ from lightning_zero.strategy import saving
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import GPTModule, MLPModule
 from tests.support.ranks import RankError, run_ranks
+from tests.support.waits import Pace
 
 
 def sharded(stage, **options):
@@ -491,6 +492,7 @@ class FailingAlone(MLPModule):
 
 
 def _fail_alone(rank, world_size, folder):
+    Pace()
     module = FailingAlone(ranks=world_size)
     module.folder = Path(folder)
     spec = sharded(3, timeout=timedelta(seconds=20))

@@ -15,6 +15,7 @@ from lightning_zero.comm.fake import FakeCommunicator, fake_world
 from lightning_zero.health.failures import PeerFailedError
 from lightning_zero.record.spans import Kind
 from tests.support.ranks import run_ranks
+from tests.support.waits import Pace
 
 
 class Interrupted:
@@ -138,6 +139,7 @@ CONTROL = {
 
 
 def _abort_before_each(rank, world_size, is_early):
+    Pace()
     seconds = {}
     for name, call in CONTROL.items():
         comm = Communicator(torch.device("cpu"))

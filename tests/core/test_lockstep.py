@@ -21,6 +21,7 @@ from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.loops import batch, build, engine_for
 from tests.support.models import GPTModule
 from tests.support.ranks import RankError, run_ranks
+from tests.support.waits import Pace
 
 STAGES = [1, pytest.param(2, marks=pytest.mark.slow), 3]
 
@@ -357,6 +358,7 @@ def test_an_error_on_one_rank_ends_the_context_on_all(stage):
 
 
 def _fail_inside(rank, world_size, stage, failing):
+    Pace()
     module, optimizer = build()
     engine = engine_for(module, [optimizer], stage)
     caught = None

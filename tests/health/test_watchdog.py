@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core import order
-from lightning_zero.health import link, thread
+from lightning_zero.health import link, reports, thread
+from lightning_zero.health import watchdog as watchdogs
 from lightning_zero.health.exits import describe_exit
 from lightning_zero.health.failures import DesynchronizedError, PeerFailedError
 from lightning_zero.health.reports import report
@@ -117,6 +118,7 @@ class GatheringModule(FaultyModule):
 
 def _fit_gathering(rank, world_size):
     Pace()
+    watchdogs._BUSY_S *= PACE  # rank 0 is in no wait of ours
     trainer = make_trainer(settings(1), limit_train_batches=3)
     return _error_of(lambda: trainer.fit(GatheringModule(_raise, ranks=world_size)))
 
@@ -771,6 +773,7 @@ def _stop_and_wait(rank, world_size):
     shown = _Lines()
     logging.getLogger("lightning_zero.health").addHandler(shown)
     Pace().report_after(0.5)
+    reports._ANSWER_S *= PACE
     watchdog = Watchdog(rank=rank, size=world_size)
     pids = [None, None]
     dist.all_gather_object(pids, os.getpid())
@@ -778,7 +781,7 @@ def _stop_and_wait(rank, world_size):
         os.kill(os.getpid(), signal.SIGSTOP)
         watchdog.stop()
         return None
-    timer = threading.Timer(6, os.kill, (pids[0], signal.SIGCONT))
+    timer = threading.Timer(2.5, os.kill, (pids[0], signal.SIGCONT))
     timer.start()
     with watchdog.waiting("the other rank"):
         while watchdog.failure is None and timer.is_alive():

@@ -23,6 +23,7 @@ from tests.support.fitting import fit_reference, make_trainer, settings
 from tests.support.models import GPTModule, MLPModule
 from tests.support.processes import run_python
 from tests.support.ranks import free_port, run_ranks
+from tests.support.waits import PACE
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 ROOT = Path(__file__).parents[2]
@@ -240,13 +241,14 @@ def _run_cli(rank, world_size):
 
 
 def _meet_at_a_port_of_another_program(rank, world_size, is_ours_to_listen):
-    from lightning_zero.health.world import open_store
+    from lightning_zero.health import world
 
+    world._RENDEZVOUS_MARGIN_S *= PACE
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it accepts, and never answers
         os.environ["MASTER_PORT"] = port = str(stranger.getsockname()[1])
         own_rank = 0 if is_ours_to_listen else 1
         with pytest.raises(RuntimeError) as caught:
-            open_store(own_rank, 2, timedelta(seconds=0.5))
+            world.open_store(own_rank, 2, timedelta(seconds=0.5))
     return port, str(caught.value)
 
 

@@ -33,8 +33,8 @@ from tests.support.warm import run_ranks
 
 RANKS = 2
 GIB = 1024**3
-SLEEP_S = 0.15
-VALIDATION_S = 1.5
+SLEEP_S = 0.08
+VALIDATION_S = 1.0
 SPEEDS = ("samples_per_s", "tokens_per_s", "tflops_per_device")
 
 

@@ -34,7 +34,7 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def build(stage, *, overlap_step=True, **options):
+def build(stage, *, overlap_step=True, pause_s=PAUSE_S, **options):
     torch.manual_seed(3)
     net = Net()
     optimizer = SlowSGD(net.parameters(), lr=1e-2, momentum=0.9)
@@ -42,7 +42,7 @@ def build(stage, *, overlap_step=True, **options):
     config = ZeroConfig(stage=stage, overlap_step=overlap_step, **options)
     SlowSGD.pause_s = 0.0
     engine = Engine(net, [optimizer], config)
-    SlowSGD.pause_s, SlowSGD.num_calls = PAUSE_S, 0
+    SlowSGD.pause_s, SlowSGD.num_calls = pause_s if overlap_step else 0.0, 0
     return net, optimizer, engine
 
 
@@ -241,7 +241,7 @@ def _change_late(rank, world_size, stage):
     for change in (clip_late, clip_values_late, set_late):
         runs = []
         for overlaps in (False, True):
-            net, optimizer, engine = build(stage, overlap_step=overlaps)
+            net, optimizer, engine = build(stage, overlap_step=overlaps, pause_s=PAUSE_S / 2)
             for number in range(2):
                 backward(rank, net, engine, number)
                 engine.step()

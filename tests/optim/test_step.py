@@ -13,6 +13,7 @@ from torch import nn
 from lightning_zero import Engine, ZeroConfig
 from tests.support.desync import assert_desynchronized
 from tests.support.ranks import run_ranks
+from tests.support.waits import Pace
 
 STEP = 2  # in which rank 1 differs
 BEGIN = "a forward and its backward"
@@ -66,6 +67,7 @@ def fail_in_step(module):
 
 def _train(rank, world_size, options, act):
     """Errors of this rank, by step, and the time until it stopped."""
+    Pace()
     torch.manual_seed(0)
     module, errors, start = Network(), {}, time.monotonic()
     optimizer = FailingSGD(module.parameters(), lr=0.1)
@@ -142,6 +144,7 @@ def _left_out(engine, module, x, is_odd):
 
 
 def _run_steps(rank, world_size, stage, step, make_optimizer):
+    Pace()
     torch.manual_seed(0)
     module, start = Network(), time.monotonic()
     engine = Engine(module, [make_optimizer(module.parameters())], ZeroConfig(stage=stage))

@@ -22,6 +22,7 @@ assert not loaded, loaded
 assert {*lightning_zero.__all__, "__version__"} <= set(dir(lightning_zero))
 from lightning_zero import Engine, ZeroConfig
 assert "lightning" not in sys.modules
+import tests.support.metrics
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.strategies import StrategyRegistry

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import tests.support.metrics  # noqa: F401, first: it shortens the import of Lightning # isort: skip
 import numpy as np
 import torch
 from lightning.pytorch import Callback, seed_everything

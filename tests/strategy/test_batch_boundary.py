@@ -19,6 +19,7 @@ from tests.support.desync import assert_desynchronized
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
 from tests.support.ranks import run_ranks
+from tests.support.waits import Pace
 
 # What ranks reach that have batches left, and that have none, or that log.
 NEXT_EPOCH, ENDED_BATCHES = "batch 0 of epoch 0", "a sum over ranks of int64[]"
@@ -222,6 +223,7 @@ class RaisesAfterBatch(Callback):
 
 
 def _fit_and_raise(rank, world_size, stage, error):
+    Pace()
     outcomes = []
     for name in ("first", "second"):  # the second fit uses the groups of the first
         callbacks = [RaisesAfterBatch(error), OnExceptionCheckpoint(name)]

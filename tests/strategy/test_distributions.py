@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(
 # Runs programs as forks of a process that has imported torch, but neither package of Lightning.
 SERVER = """
 import json, os, sys
-import torch._dynamo, torch.distributed.checkpoint, torch.distributed.optim, torchmetrics
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.optim
+import tests.support.metrics
 
 def run(program, variables, output):
     for stream, path in ((1, output), (2, output + ".errors")):

@@ -19,6 +19,7 @@ from tests.support.cells import SHARDED_STAGE, slow_but
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import GPTModule, MLPModule
 from tests.support.ranks import RankError, run_ranks
+from tests.support.waits import Pace
 
 
 class NoneModule(MLPModule):
@@ -55,6 +56,7 @@ def test_a_training_step_that_returns_none_on_one_rank_does_not_hang_the_other(s
 
 
 def _fit(rank, world_size, spec, factory, **options):
+    Pace()
     make_trainer(spec, **options).fit(factory(ranks=world_size))
 
 
