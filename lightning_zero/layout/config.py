@@ -25,6 +25,7 @@ __all__ = [
     "Modules",
     "Need",
     "ZeroConfig",
+    "as_modules",
     "as_timeout",
 ]
 
@@ -47,6 +48,7 @@ Modules = _Item | Sequence[_Item] | Set[_Item]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
     "unit_classes": "classes of modules, class names, or names or patterns of modules",
+    "exclude": "names or patterns of modules, classes of modules",  # of Float8Precision
     "activation_checkpointing": 'True, False, "selective", classes of modules, class names, or '
     "names or patterns of modules",
 }
@@ -349,7 +351,8 @@ def _check_dtype(name: str, value: object) -> torch.dtype:
     return dtype
 
 
-def _check_modules(name: str, value: object) -> _Items:
+def as_modules(name: str, value: object) -> _Items:
+    """Converts a user's selection of modules, of the setting `name`; a TypeError if it is none."""
     if isinstance(value, Set):
         value = sorted(value, key=str)  # the same on every rank
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
@@ -363,7 +366,7 @@ def _check_modules(name: str, value: object) -> _Items:
 def _check_checkpointing(name: str, value: object) -> bool | _Items:
     if value is None or isinstance(value, bool):
         return bool(value)
-    return _check_modules(name, value) or False
+    return as_modules(name, value) or False
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
@@ -376,8 +379,8 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "reshard_after_forward": _check_bool,
     "reduce_dtype": _check_dtype,
     "param_dtype": _check_dtype,
-    "keep_float32": _check_modules,
-    "unit_classes": _check_modules,
+    "keep_float32": as_modules,
+    "unit_classes": as_modules,
     "activation_checkpointing": _check_checkpointing,
     "offload_optimizer": OffloadConfig.of,
     "offload_param": OffloadConfig.of,

@@ -1,13 +1,11 @@
 """Linear layers that multiply in float8, by torchao, before the module is sharded.
 
 A converted layer keeps its parameters: they are sharded, stepped and saved as before, and cast to
-float8 where the layer multiplies. Each unsharded weight is scaled as a whole, so that all stages
-compute the same.
+float8 where the layer multiplies. The scale is that of all elements of a weight, in every stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +14,8 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_zero._lightning.pytorch import MixedPrecision
-from lightning_zero.layout.names import matches_module
+from lightning_zero.layout.config import Modules, as_modules
+from lightning_zero.layout.names import matches_module, no_match_message
 
 __all__ = ["Float8Precision"]
 
@@ -33,24 +32,35 @@ class Float8Precision(MixedPrecision):
 
     Args:
         config: torchao's `Float8LinearConfig`; None: its defaults, one scale per tensor.
-        exclude: Layers that stay as they are: names, patterns of names, or classes.
+        exclude: Layers that stay as they are: names, patterns of names, classes, or class names.
 
     Raises:
         ModuleNotFoundError: torchao is not installed.
+        TypeError: `config` or `exclude` has another type.
+        ValueError: At set-up: an item of `exclude` matches no module.
     """
 
-    def __init__(self, config: Any = None, exclude: Sequence[str | type[nn.Module]] = ()) -> None:
+    def __init__(self, config: Any = None, exclude: Modules = ()) -> None:
         from torchao.float8 import Float8LinearConfig
 
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
         self._config = Float8LinearConfig() if config is None else config
-        self._exclude = tuple(exclude)
+        if not isinstance(self._config, Float8LinearConfig):
+            raise TypeError(
+                f"config must be torchao's Float8LinearConfig, got {config!r}; for a recipe pass "
+                'Float8LinearConfig.from_recipe_name("rowwise").'
+            )
+        self._exclude = as_modules("exclude", exclude)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         from torchao.float8 import convert_to_float8_training
         from torchao.float8.float8_linear import Float8Linear
 
+        modules = dict(module.named_modules())
+        for item in self._exclude:
+            if not any(matches_module(path, layer, item) for path, layer in modules.items()):
+                raise ValueError(no_match_message("Float8Precision(exclude)", modules, item))
         module = convert_to_float8_training(
             module, config=self._config, module_filter_fn=self._is_converted
         )

@@ -137,7 +137,19 @@ def test_only_layers_that_float8_can_multiply_and_no_excluded_ones_are_converted
         ]  # fmt: skip
     assert all(p is parameters[name] for name, p in module.named_parameters())
     with pytest.warns(UserWarning, match="converted no layer of Linear.*multiples of 16"):
-        precision.convert_module(nn.Linear(16, 8))
+        Float8Precision().convert_module(nn.Linear(16, 8))
+
+
+def test_wrong_settings_are_errors_that_say_what_is_expected():
+    with pytest.raises(TypeError, match=r"Float8LinearConfig, got 'rowwise'; .*from_recipe_name"):
+        Float8Precision("rowwise")
+    with pytest.raises(TypeError, match=r"exclude must be names .*got 3"):
+        Float8Precision(exclude=[3])
+    module = nn.ModuleDict({"head": nn.Linear(16, 16), "body": nn.Linear(16, 16)})
+    with pytest.raises(ValueError, match=r"'haed', which matches no .* The nearest: head"):
+        Float8Precision(EMULATED(), exclude="haed").convert_module(module)
+    Float8Precision(EMULATED(), exclude="head").convert_module(module)
+    assert [type(layer) for layer in module.values()] == [nn.Linear, Float8Linear]
 
 
 def _built():
