@@ -128,22 +128,23 @@ class NonfiniteReport:
         )
 
 
-class _Position(NamedTuple):
-    """A backward, as this rank numbers it."""
+@dataclass
+class _Backward:
+    """Number of a backward: as this rank counts until its round, then as all ranks have agreed."""
 
     step: int
     micro_batch: int  # in its step
 
     @property
-    def following(self) -> _Position:
+    def following(self) -> _Backward:
         """The next micro-batch of the same step."""
-        return _Position(self.step, self.micro_batch + 1)
+        return _Backward(self.step, self.micro_batch + 1)
 
 
 class _Look(NamedTuple):
     """Gradient at which a rank has looked."""
 
-    position: _Position
+    backward: _Backward
     bucket: Bucket
     slot: int
 
@@ -189,21 +190,21 @@ class NonfiniteGuard:
         self._buckets = list(buckets)
         self._comm, self._control = comm, comm.control
         self._num_in_a_row: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # by optimizer
-        # The last backward: as far as this rank knows, and if it continues the last step on which
-        # all ranks have agreed.
-        self._position = self._continued = _Position(-1, -1)
+        self._backward = _Backward(-1, -1)  # the last one
+        # Its numbers if it continues the last step on which all ranks have agreed.
+        self._if_continued = self._backward
         self._has_scaler = False
         self.begin_run()
 
     def begin_run(self) -> None:
         """Drops the looks at gradients that an exception has dropped; the counts stay. Local."""
         self.skips_step = False
-        self._continued = self._position
+        self._if_continued = self._backward
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
         self._found: list[_Found] = []  # not reported yet
-        self._named: set[tuple[int, str]] = set()  # steps, and the parameters found in them
+        self._reported: set[tuple[int, str]] = set()  # of this rank: steps, and their parameters
 
     def use_scaler(self, has_scaler: bool) -> None:
         """Whether a loss scaler skips steps with infinite gradients, which only warn then."""
@@ -211,18 +212,18 @@ class NonfiniteGuard:
 
     def begin_at(self, step: int) -> None:
         """Numbers the next step `step`, where a run resumes. Local, before its backward."""
-        self._position = self._continued = _Position(step - 1, -1)
+        self._backward = self._if_continued = _Backward(step - 1, -1)
 
     def begin(self, *, is_new_step: bool) -> None:
         """Before a backward. Local.
 
         `is_new_step`: an optimizer has stepped since the last backward, or no gradient is left.
         """
-        self._continued = self._continued.following
-        if is_new_step or self._position.micro_batch < 0:
-            self._position = _Position(self._position.step + 1, 0)
+        self._if_continued = self._if_continued.following
+        if is_new_step or self._backward.micro_batch < 0:
+            self._backward = _Backward(self._backward.step + 1, 0)
         else:
-            self._position = self._position.following
+            self._backward = self._backward.following
 
     @property
     def decides(self) -> bool:
@@ -252,7 +253,7 @@ class NonfiniteGuard:
             if not cmath.isfinite(grad.sum(dtype=sum_dtype).item()):
                 num_nan, num_inf = int(grad.isnan().sum()), int(grad.isinf().sum())
                 if num_nan or num_inf:
-                    self._add(_Found(self._look_of(bucket, slot), num_nan, num_inf))
+                    self._found.append(_Found(self._look_of(bucket, slot), num_nan, num_inf))
 
     def look_at_local(self) -> None:
         """Looks at all gradients that this backward has left local. Local."""
@@ -286,19 +287,12 @@ class NonfiniteGuard:
                 continue
             for look, maximum in zip(transfer.looks, transfer.maxima.tolist(), strict=True):
                 if maximum != maximum:
-                    self._add(_Found(look, None, 0))
+                    self._found.append(_Found(look, None, 0))
                 elif maximum == torch.inf:
-                    self._add(_Found(look, 0, None))
+                    self._found.append(_Found(look, 0, None))
 
     def _look_of(self, bucket: Bucket, slot: int) -> _Look:
-        return _Look(self._position, bucket, slot)
-
-    def _add(self, found: _Found) -> None:
-        look = found.look
-        key = look.position.step, look.bucket.plan.layout.slots[look.slot].name
-        if key not in self._named:
-            self._named.add(key)
-            self._found.append(found)
+        return _Look(self._backward, bucket, slot)
 
     # ---------------------------------------------------------------- agreement and report
 
@@ -307,22 +301,22 @@ class NonfiniteGuard:
 
         `ends_step`: a step may follow, so "stop" and "skip" wait for the device.
         """
-        continues_step = self._position.step == self._continued.step
+        continues_step = self._backward.step == self._if_continued.step
         return [continues_step, self._has_found(ends_step=ends_step)]
 
     def receive_flags(self, flags: Sequence[int]) -> bool:
         """Takes what any rank has sent; returns whether any has found something. Local.
 
-        The last step is left unless a rank continues it: no rank may skip a step alone. A rank
-        that had begun another has numbered what it found in this backward as one of that step.
+        The last step is left unless a rank continues it: no rank may skip a step alone.
         """
         continues_step, has_found = map(bool, flags)
-        if continues_step:
-            self._position = self._continued
+        backward, continued = self._backward, self._if_continued
+        if continues_step:  # what was found in this backward is of that step, too
+            backward.step, backward.micro_batch = continued.step, continued.micro_batch
         else:
-            self._continued = self._position
             self.skips_step = False
-            self._named = {key for key in self._named if key[0] >= self._position.step - 1}
+            self._reported = {key for key in self._reported if key[0] >= backward.step - 1}
+        self._if_continued = backward
         return has_found
 
     def _has_found(self, *, ends_step: bool) -> bool:
@@ -331,7 +325,18 @@ class NonfiniteGuard:
         self._copy_maxima()
         if ends_step and self.decides:
             self._receive(waits=True)
+        if not self._new():
+            self._found.clear()  # all of it was reported in an earlier micro-batch of this step
         return bool(self._found)
+
+    def _new(self) -> list[NonfiniteGradient]:
+        """What this rank has found and not reported yet; a parameter once per step."""
+        new: dict[tuple[int, str], NonfiniteGradient] = {}
+        for gradient in map(self._describe, self._found):
+            key = gradient.step, gradient.parameter
+            if key not in self._reported:
+                new.setdefault(key, gradient)
+        return list(new.values())
 
     def report(self, *, is_over: bool = False) -> None:
         """Reports what the ranks have found, in the same way on every rank. Collective.
@@ -343,16 +348,15 @@ class NonfiniteGuard:
         """
         self._copy_maxima()
         self._receive(waits=True)
-        found, self._found = self._found, []
-        own = _OwnReport(
-            [self._describe(gradient) for gradient in found[:_MAX_SENT]],
-            len(found[_MAX_SENT:]),
-            self._position.step + is_over,
-        )
+        found, self._found = self._new(), []
+        self._reported |= {(gradient.step, gradient.parameter) for gradient in found}
+        own = _OwnReport(found[:_MAX_SENT], len(found[_MAX_SENT:]), self._backward.step + is_over)
         by_rank: list[_OwnReport] = self._control.gather_objects(own)
         gradients = [gradient for report in by_rank for gradient in report.found]
+        if not gradients:
+            return  # found again, in the continued step for which they were reported
         gradients.sort(key=lambda found: (found.step, found.micro_batch, found.rank))
-        are_current = [found.step >= by_rank[found.rank].step for found in gradients]
+        are_current = [found.step == by_rank[found.rank].step for found in gradients]
         report = NonfiniteReport(
             gradients[0].step,
             tuple(gradients),
@@ -380,7 +384,7 @@ class NonfiniteGuard:
             return
         self._copy_maxima()
         self._receive(waits=True)
-        if any(self._control.gather_objects(bool(self._found))):
+        if any(self._control.gather_objects(bool(self._new()))):
             self.report(is_over=True)
 
     def _describe(self, found: _Found) -> NonfiniteGradient:
@@ -389,8 +393,8 @@ class NonfiniteGuard:
         return NonfiniteGradient(
             self._control.rank,
             slot.name,
-            look.position.step,
-            look.position.micro_batch,
+            look.backward.step,
+            look.backward.micro_batch,
             found.num_nan,
             found.num_inf,
             slot.numel,

@@ -374,6 +374,35 @@ def test_gradients_that_are_zeroed_without_a_step_skip_no_later_step(options, sy
     assert found == 2 * [[syncs, False]]
 
 
+def _zero_alone(rank, world_size):
+    """Rank 0 alone drops its gradients in a step that has a NaN then; so has the next step."""
+    module, optimizer, engine = engine_for({"stage": 3, "on_nonfinite": "skip"})
+    engine.backward(module(micro_batch(rank, 0, 0)))
+    for parameter in module.parameters() if rank == 0 else ():
+        parameter.grad = None
+    module.blocks[1].poison = (NAN,) if rank == 0 else ()
+    before, reports = states(engine, module, optimizer), []
+    for step in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine.backward(module(micro_batch(rank, step, 1)))
+        report = engine.guard.last_report
+        reports.append((report.step, report.found[0].step, report.found[0].micro_batch))
+        assert engine.guard.skips_step
+        engine.step()
+        engine.zero_grad()
+    if rank == 0:
+        assert_equal(states(engine, module, optimizer), before)
+    else:
+        states(engine, module, optimizer)
+    engine.close()
+    return reports
+
+
+def test_a_rank_that_zeroes_alone_finds_its_nan_in_the_step_of_all():
+    assert run_ranks(2, _zero_alone) == 2 * [[(0, 0, 1), (1, 1, 0)]]
+
+
 def _end(rank, world_size):
     module, _, engine = engine_for({"stage": 1})
     module.blocks[1].poison = (NAN,) if rank == 1 else ()
