@@ -3,7 +3,6 @@
     checks   the checks, each a function that all ranks of a new group call
     systems  what the checks train, and how: by DDP, by FSDP2 and by the engine
     ranks    processes for each check, which may hang or die without harm to the others
-    report   what was found, as a table, a page and JSON
 
 Begin with the table `CHECKS` in `checks`.
 """

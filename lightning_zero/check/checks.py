@@ -116,7 +116,8 @@ def own_model(at: Rank) -> Found:
     make_model = at.of.make_model
     module, loss = make_model()
     numel = sum(parameter.numel() for parameter in module.parameters())
-    if at.of.on_cuda and 20 * numel > torch.cuda.mem_get_info()[0]:
+    free = torch.cuda.mem_get_info()[0] if at.of.on_cuda else 0
+    if at.of.on_cuda and 20 * numel > min(_gather(at, free)):
         raise Skipped(f"DDP, to compare with, needs {20 * numel / 2**30:.0f} GiB per rank")
 
     def seeded(number: int, model: nn.Module) -> Tensor:

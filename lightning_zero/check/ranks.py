@@ -90,7 +90,7 @@ class Check:
     """A check.
 
     Attributes:
-        run: Function that every rank calls; the first line of its docstring describes the check.
+        run: Function that every rank calls.
         limit_s: Time after which ranks that have not returned fail.
         loses: What the last rank ends with, on purpose; None: it returns.
     """

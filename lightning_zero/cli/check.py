@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from lightning_zero.check.checks import CHECKS
-from lightning_zero.check.ranks import Check, Run, join_ranks, run_check
-from lightning_zero.check.report import Line, as_table, write_report
+from lightning_zero.check.ranks import Check, Outcome, Run, join_ranks, run_check
 from lightning_zero.cli.plan import source_from_arguments
+from lightning_zero.observe.tables import table
 from lightning_zero.tiers.disk import remove_abandoned
 
 __all__ = ["run"]
+
+
+class Line(NamedTuple):
+    """A check, what it found, and how long it took."""
+
+    check: Check
+    outcome: Outcome
+    seconds: float
 
 
 def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
@@ -48,9 +58,8 @@ def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
         signal.signal(signal.SIGTERM, before)
     if not run.is_first:
         return 0
-    print(f"\n{as_table(lines)}\n", flush=True)
     names = ("quick", "model", "module", "nvme_path", "on_cpu")
-    print(write_report(lines, {name: bool(getattr(args, name)) for name in names}, args.out))
+    _report(lines, {name: bool(getattr(args, name)) for name in names}, args.out)
     return int(any(line.outcome.result == "failed" for line in lines))
 
 
@@ -65,6 +74,27 @@ def _run(run: Run, check: Check, number: int, count: int) -> Line:
         print(f"{found.result} ({line.seconds:.1f} s)", flush=True)
         print(found.trace, end="", file=sys.stderr, flush=True)
     return line
+
+
+def _report(lines: Sequence[Line], given: Mapping[str, bool], out: Path) -> None:
+    """Prints a table, and writes it to a page, and all numbers to JSON. `given`: which options."""
+    rows = [[c.name, found.result, f"{s:.1f}", found.text] for c, found, s in lines]
+    text = table([["check", "result", "s", "found"], *rows], left=(0, 1, 3))
+    print(f"\n{text}\n", flush=True)
+    options = ", ".join(name for name, is_given in given.items() if is_given) or "none"
+    page, data = out / "lightning-zero-check.md", out / "lightning-zero-check.json"
+    page.write_text(f"# lightning-zero check\n\nOptions: {options}.\n\n```text\n{text}\n```\n")
+    found = [
+        {"check": c.name, "result": o.result, "seconds": round(s, 2), "text": o.text}
+        | {"numbers": o.numbers}
+        for c, o, s in lines
+    ]
+    data.write_text(json.dumps({"options": given, "checks": found}, indent=1) + "\n")
+    print(
+        f"Please send {page.name} and {data.name}, also if all is well: open an issue of the "
+        "project, paste the page and attach the JSON file. They have no names of hosts, users or "
+        "paths; read them before you send them."
+    )
 
 
 def _model_of(args: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:

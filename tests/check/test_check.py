@@ -64,9 +64,9 @@ def test_two_ranks_agree_with_ddp_and_survive_failures(tmp_path, capsys):
     assert [found[name]["result"] for name in ("disk", "own model")] == ["skipped"] * 2
     printed = capsys.readouterr().out
     assert " 2/6 stages ... ok" in printed
-    assert "open an issue at" in printed
+    assert "open an issue" in printed
     page = (tmp_path / REPORT[1]).read_text()
-    assert "# lightning-zero check: 4 ok, 0 failed, 2 skipped" in page
+    assert page.startswith("# lightning-zero check\n\nOptions: quick, on_cpu.\n\n```text\ncheck ")
     for text in (page, (tmp_path / REPORT[0]).read_text()):
         assert not {platform.node(), str(Path.home()), str(tmp_path)} & set(text.split())
         assert str(tmp_path) not in text
