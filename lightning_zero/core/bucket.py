@@ -22,7 +22,7 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
 - Main gradient (`MainGrad.tensor`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype or codes, or a number for each block of them
-  (`Shards.state_layouts`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
+  (`OptimStates.layouts`), or those of full tensors; in files on NVMe (`OptimStates.stores`),
   otherwise in the optimizer.
 
 [Note: Phases of a bucket]

@@ -7,7 +7,6 @@ For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,13 +16,13 @@ from torch.profiler import record_function
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.full_tensors import FullTensors
-from lightning_zero.layout.flat import OwnedLayout, ShardLayout, StateLayouts
+from lightning_zero.core.optim_states import OptimStates
+from lightning_zero.layout.flat import OwnedLayout, ShardLayout
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan, Master
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.composite import is_composite
-from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import (
     FileShardStore,
     MemoryShardStore,
@@ -32,17 +31,7 @@ from lightning_zero.tiers.storage import (
     Storage,
 )
 
-__all__ = ["Shards", "is_elementwise_state"]
-
-
-def is_elementwise_state(value: object, numel: int) -> bool:
-    """Whether `value` has one number for each of the `numel` elements of a 1-D slice.
-
-    A single number for the parameter, such as a step counter, has no dimensions.
-    """
-    if not isinstance(value, Tensor) or is_composite(value):
-        return False
-    return value.dim() > 0 and value.numel() == numel
+__all__ = ["Shards"]
 
 
 class Shards:
@@ -51,7 +40,6 @@ class Shards:
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Own elements.
-        state_layouts: Layouts of this rank's shards of optimizer states, by key.
         step_layout: Elements that this rank steps: own ones, or the full tensors that it owns.
         full_tensors: Exchange of full tensors in a step; None: own elements are stepped, or this is
             the only shard.
@@ -62,8 +50,7 @@ class Shards:
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
-        keeps_states_in_files: Whether optimizer states move to files.
-        state_stores: Optimizer states in files, by key.
+        states: Shards of the optimizer states.
         num_writes: Counter of steps and other writes to all values; some count more than once.
     """
 
@@ -80,20 +67,18 @@ class Shards:
         self._unsharded_params = unsharded_params
         self.has_separate_master = plan.master.is_separate
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
-        self.state_layouts = StateLayouts(self.layout, plan.blocks)
         self.step_layout: ShardLayout | OwnedLayout = self.layout
         self.full_tensors: FullTensors | None = None
         if plan.layout.has_tensor_owners and not self.replicates_optim:
             self.step_layout = owned = OwnedLayout(plan.layout, rank)
             if comm.mesh.num_shards > 1:
                 self.full_tensors = FullTensors(owned, comm, plan.name)
+        self.states = OptimStates(plan, self.layout, self.step_layout, storage)
         self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
         self.all_gather_input: ShardStore | None = None
         self.master: ShardStore | None = None
         self.reader: ParamReader | None = None
-        self.keeps_states_in_files = False
         self.num_writes = 0
-        self.state_stores: dict[str, ShardStore] = {}
         # Old memory of the unsharded buffer that users hold, and the masters it was rounded from.
         self._previous_masters: list[tuple[StorageWeakRef, Tensor]] = []
 
@@ -208,10 +193,6 @@ class Shards:
         if self.separate_master is not None:
             self.param_shard.write(start, values)
 
-    def keep_states_in_files(self, is_kept: bool) -> None:
-        """Sets `keeps_states_in_files`, once the optimizer is known. Local."""
-        self.keeps_states_in_files = is_kept
-
     def drop(self) -> None:
         """Drops all shards: the parameters have tensors of their own again. Local."""
         self.all_gather_input = self.master = None
@@ -309,48 +290,6 @@ class Shards:
         held = [pair for pair in self._previous_masters if not pair[0].expired()]
         self._previous_masters = held
 
-    # ---------------------------------------------------------------- optimizer states
-
-    def is_sharded_state(self, index: int, key: str, value: object) -> bool:
-        """Whether `value` is this rank's shard of optimizer state `key` of slot `index`."""
-        return is_elementwise_state(value, len(self.state_layouts.of(key).owned(index)))
-
-    def slice_state(self, index: int, key: str, full: Tensor) -> Tensor:
-        """A copy of what this rank steps of a full optimizer state of slot `index`.
-
-        The copy has the master dtype, except for quantization codes, which are integers, and
-        numbers of blocks.
-        """
-        device = self.storage.step_device(self.plan.tiers.optim)
-        is_in_blocks = self.state_layouts.is_in_blocks(key)
-        layout = self.state_layouts.of(key) if is_in_blocks else self.step_layout
-        owned = layout.owned(index)
-        part = read_flat(full, owned.start, owned.stop).view(layout.shapes[index])
-        is_cast = part.is_floating_point() and not is_in_blocks
-        return part.to(device, self.plan.master_dtype if is_cast else part.dtype, copy=True)
-
-    def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
-        """The file of optimizer state `key`, with the length of the shard; initially zeros."""
-        if key not in self.state_stores:
-            name = f"{self.plan.name}.{key}"
-            self.state_stores[key] = self.storage.make_optim_store(name, self.layout.numel, dtype)
-        return self.state_stores[key]
-
-    def state_view(self, index: int, key: str) -> Tensor:
-        """Optimizer state `key` of slot `index`, 1-D; reads its file when it is used."""
-        own = self.layout.ranges[index]
-        return self.state_stores[key].view(own.start, own.stop)
-
-    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
-        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
-        own = self.layout.ranges[index]
-        for key, value in state.items():
-            if key in self.plan.blocks.memory_keys or isinstance(value, LazyTensor):
-                continue
-            if is_elementwise_state(value, len(own)):
-                self.state_store(key, value.dtype).write(own.start, value)
-                state[key] = self.state_view(index, key)
-
     # ---------------------------------------------------------------- bytes
 
     def stores(self) -> Iterator[tuple[Tier, State, ShardStore]]:
@@ -362,5 +301,5 @@ class Shards:
             yield self.plan.tiers.param, State.PARAM, self.all_gather_input
         if self.separate_master is not None:
             yield self.plan.tiers.optim, State.OPTIM, self.separate_master
-        for store in self.state_stores.values():
+        for store in self.states.stores.values():
             yield Tier.NVME, State.OPTIM, store
