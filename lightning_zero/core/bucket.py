@@ -463,9 +463,7 @@ class Bucket:
         """
         if self.num_pins or self.phase is not Phase.UNSHARDED:
             return
-        self.writes.sync()
-        if reads_all and not self.shards_params:
-            self.shards.sync_replicated()
+        self.writes.sync(reads_all=reads_all)
 
     # ---------------------------------------------------------------- runs, and the end
 

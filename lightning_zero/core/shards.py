@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
@@ -79,8 +77,6 @@ class Shards:
         self.master: ShardStore | None = None
         self.reader: ParamReader | None = None
         self.num_writes = 0
-        # Old memory of the unsharded buffer that users hold, and the masters it was rounded from.
-        self._previous_masters: list[tuple[StorageWeakRef, Tensor]] = []
 
     # ---------------------------------------------------------------- which elements
 
@@ -112,17 +108,8 @@ class Shards:
         """Whether own elements are stored in other memory than the unsharded buffer."""
         return self.all_gather_input is not None or self.separate_master is not None
 
-    def rebind_to_unsharded(self, old: Tensor) -> None:
-        """Switches to the new memory of the unsharded buffer; users may hold the old memory, `old`.
-
-        Users may assign `old` back. Its values are rounded from the current master, which is then
-        restored.
-        """
-        store = self.separate_master
-        if store is not None and self.all_gather_input is None:
-            held = StorageWeakRef(old.untyped_storage())
-            self.drop_previous_masters()
-            self._previous_masters.append((held, store.fetch(0, store.numel).clone()))
+    def rebind_to_unsharded(self) -> None:
+        """Switches to the memory of the unsharded buffer, which is new."""
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
             self.param_shard.rebind(self.own_slice)
@@ -186,9 +173,10 @@ class Shards:
         self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
-        self._write(own.start, master)
+        self.write(own.start, master)
 
-    def _write(self, start: int, values: Tensor) -> None:
+    def write(self, start: int, values: Tensor) -> None:
+        """Writes own elements from `start` on, in full precision: 1-D; the parameters follow."""
         self.master_or_param.write(start, values)
         if self.separate_master is not None:
             self.param_shard.write(start, values)
@@ -236,59 +224,6 @@ class Shards:
         """Cancels a read ahead and returns its buffers."""
         if self.reader is not None:
             self.reader.reset()
-
-    # ---------------------------------------------------------------- writes by the user
-
-    def differ(self, index: int, values: Tensor) -> bool:
-        """Whether `values` are other own elements of slot `index` than the rounded stored ones.
-
-        `values`: 1-D, any dtype.
-        """
-        stored = self.values(index).to(values.device, values.dtype)
-        return not torch.equal(values.view(torch.uint8), stored.view(torch.uint8))  # also NaN
-
-    def assign(self, index: int, values: Tensor) -> None:
-        """Writes this rank's elements of slot `index`, which the user has set: 1-D, any dtype.
-
-        Elements that are still the rounded master leave the master as it is, and those that are a
-        rounded former master restore that one.
-        """
-        own = self.layout.ranges[index]
-        if own:
-            self._merge(own.start, own.stop, values)
-
-    def sync_replicated(self) -> None:
-        """Finds writes to replicated parameters that nothing has counted, in all own elements.
-
-        Only where that reads no file, and copies nothing from a device.
-        """
-        self.drop_previous_masters()
-        master = self.separate_master
-        if self.all_gather_input is not None or not isinstance(master, MemoryShardStore):
-            return
-        own = self.own_slice
-        if master.tier is Tier.DEVICE or own.device.type == "cpu":
-            self._merge(0, own.numel(), own)
-
-    def _merge(self, start: int, stop: int, values: Tensor) -> None:
-        self.before_write()
-        master = self.master_or_param.fetch(start, stop)
-        values = values.to(master.device)
-        with torch.no_grad():
-            is_changed, updated = values != master.to(values.dtype), values.to(master.dtype)
-            # On a device, `any` synchronizes, which costs more than writing in every case.
-            if master.device.type == "cpu" and not is_changed.any():
-                return
-            self.drop_previous_masters()
-            for _, former in self._previous_masters:
-                part = former[start:stop]
-                updated = torch.where(values == part.to(values.dtype), part, updated)
-            self._write(start, torch.where(is_changed, updated, master))
-
-    def drop_previous_masters(self) -> None:
-        """Drops copies of former masters for which users hold no memory any more."""
-        held = [pair for pair in self._previous_masters if not pair[0].expired()]
-        self._previous_masters = held
 
     # ---------------------------------------------------------------- bytes
 
