@@ -59,7 +59,7 @@ class Shards:
         self.storage = storage
         self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
         self.comm = comm
-        self._rank = rank = comm.mesh.shard_rank
+        rank = comm.mesh.shard_rank
         # Whether an all-gather first copies the shard to the device.
         self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
@@ -91,7 +91,7 @@ class Shards:
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
         """The own elements of an unsharded buffer: 1-D, a view."""
-        return buffer.tensor if self.replicates_optim else buffer.shard(self._rank)
+        return buffer.tensor if self.replicates_optim else buffer.shard(self.layout.rank)
 
     @property
     def own_slice(self) -> Tensor:

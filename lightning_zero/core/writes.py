@@ -25,7 +25,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.core.shards import Shards
 from lightning_zero.layout.flat import Slot
 from lightning_zero.layout.offload import Tier
-from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import data_of, set_plain_data
 from lightning_zero.tensors.lazy import read_flat
@@ -100,7 +99,6 @@ class UserWrites:
     """Writes by the user to the parameters of one bucket, sharded or unsharded.
 
     Args:
-        plan: Layout and dtypes of the bucket.
         parameters: The parameters, by slot.
         orig_dtypes: Dtypes of the parameters before the engine wrapped them, by slot.
         unsharded_params: Their unsharded buffer.
@@ -115,14 +113,12 @@ class UserWrites:
 
     def __init__(
         self,
-        plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
         orig_dtypes: Sequence[torch.dtype],
         unsharded_params: FlatBuffer,
         shards: Shards,
     ) -> None:
         self.data_shards: WeakValueDictionary[int, DetachableShard] = WeakValueDictionary()
-        self._plan = plan
         self._parameters = parameters
         self._orig_dtypes = orig_dtypes
         self._unsharded_params = unsharded_params
@@ -158,7 +154,7 @@ class UserWrites:
         """Names of the parameters whose `.data` was assigned since the last call, in slot order."""
         if not self._assigned:
             return []
-        slots = self._plan.layout.slots
+        slots = self._shards.plan.layout.slots
         names = [slots[index].name for index in sorted(self._assigned)]
         self._assigned.clear()
         return names
@@ -175,11 +171,12 @@ class UserWrites:
         copies, self.copies = self.copies, []
         for index, copied, counter, version in copies:
             if counter._version != version:
+                name = self._shards.plan.layout.slots[index].name
                 error = RuntimeError(
                     "an entry of state_dict() was changed in place: it is a copy of parameter "
-                    f"{self._plan.layout.slots[index].name}, which keeps its values. Write to the "
-                    "parameter inside `with lightning_zero.gathered(module, writeback=True):`. To "
-                    "load or save changed values, change clones of the entries: value.clone()."
+                    f"{name}, which keeps its values. Write to the parameter inside "
+                    "`with lightning_zero.gathered(module, writeback=True):`. To load or save "
+                    "changed values, change clones of the entries: value.clone()."
                 )
             elif copied() is not None:
                 self.copies.append((index, copied, counter, version))
@@ -276,7 +273,7 @@ class UserWrites:
         set_plain_data(self._parameters, buffer.views)
         error = None
         for index, data in values.items():
-            slot, owned = self._plan.layout.slots[index], self._shards.owned(index)
+            slot, owned = self._shards.plan.layout.slots[index], self._shards.owned(index)
             try:
                 full = require_full_shape(data, slot)
                 self.check_dtype(index, full)
@@ -347,8 +344,9 @@ class UserWrites:
     def check_dtype(self, index: int, values: Tensor) -> None:
         """Raises a ValueError if `values`, set as the data of slot `index`, have another dtype."""
         expected = self._orig_dtypes[index]
-        if values.dtype not in (self._plan.dtype, self._plan.master_dtype, expected):
-            name = self._plan.layout.slots[index].name
+        plan = self._shards.plan
+        if values.dtype not in (plan.dtype, plan.master_dtype, expected):
+            name = plan.layout.slots[index].name
             raise ValueError(
                 f"the data set on parameter {name} has dtype {values.dtype}; expected {expected}. "
                 "A parameter keeps its dtype while an engine holds it; convert a copy instead: "
