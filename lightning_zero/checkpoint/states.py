@@ -286,8 +286,8 @@ def sharded_optimizer_state(
                 state[name] = _owned_shards(specs_of[parameter], own, source, engine.comm.mesh)
             elif parameter in own_of:
                 for key, value in entry.items():
-                    if bucket.shards.is_sharded_state(index, key, value):
-                        layout = bucket.shards.state_layouts.of(key)
+                    if bucket.shards.states.is_shard(index, key, value):
+                        layout = bucket.shards.states.layouts.of(key)
                         part, of_key = partial(_identity, value), f"{key} {source}"
                         entry[key] = _shard(of_key, bucket, index, value.dtype, part, layout)
                 state[name] = entry

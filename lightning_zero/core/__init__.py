@@ -14,6 +14,7 @@ Imports record, layout, tensors, health, comm and tiers.
     bucket         `Bucket`: parameters that are communicated together, and what happens when
     wrapping       parameters as a bucket wraps and unwraps them
     shards         stores of a bucket's shards on this rank
+    optim_states   optimizer states of a bucket: the elements of this rank, and files
     masters        a bucket's elements in full precision: loaded, stored, gathered
     full_tensors   tensors of a bucket on their owners, in a step of an optimizer that needs them
     gradients      gradients of a bucket, from autograd's tensors to the main gradient

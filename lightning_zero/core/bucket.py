@@ -22,7 +22,7 @@ steps them or, with tensor owners (layout/flat.py), the full tensors of this ran
 - Main gradient (`MainGrad.tensor`): the mean over ranks, own elements, 1-D, reduce dtype. The
   optimizer steps the master with it.
 - Optimizer states: 1-D, own elements, master dtype or codes, or a number for each block of them
-  (`Shards.state_layouts`), or those of full tensors; in files on NVMe (`Shards.state_stores`),
+  (`OptimStates.layouts`), or those of full tensors; in files on NVMe (`OptimStates.stores`),
   otherwise in the optimizer.
 
 [Note: Phases of a bucket]
@@ -110,8 +110,7 @@ class Bucket:
         is_unsharded: Whether all elements are unsharded, or their all-gather is in flight.
         unsharded_params: Flat buffer; holds memory while the parameters are unsharded.
         shards: Stores of this rank's shards.
-        grads: Gradients of the parameters; `offloaded_grad` is the store of the main gradient, if
-            it is not on the device.
+        grads: Gradients of the parameters.
         masters: Access to the elements in full precision.
         writes: Writes by the user.
         orig_dtypes: Dtype of each parameter before this bucket wrapped it.
@@ -183,30 +182,21 @@ class Bucket:
             )
             for slot in plan.layout.slots
         ]
-        self.offloaded_grad: OffloadedGrad | None = None
+        offloaded: OffloadedGrad | None = None
         if storage.is_offloaded(plan.tiers.grad):
             numel = len(plan.layout.shard(self.comm.mesh.shard_rank))
-            self.offloaded_grad = OffloadedGrad(
-                shared.queue, plan.name, numel, dtype, plan.tiers.grad
-            )
-        self._grad_dtype = dtype
-        self._make_gradients()
-        self.writes = UserWrites(plan, self.parameters, self.orig_dtypes, buffer, shards)
+            offloaded = OffloadedGrad(shared.queue, plan.name, numel, dtype, plan.tiers.grad)
+        self._make_gradients(dtype, offloaded)
+        self.writes = UserWrites(self.parameters, self.orig_dtypes, buffer, shards)
         self.masters = Masters(self)
         # `.data` of guarded parameters, by slot.
         shapes = {slot.name: slot.shape for slot in plan.layout.slots}
         self._unreadable = unreadable(shapes, plan.dtype, self.device)
 
-    def _make_gradients(self) -> None:
+    def _make_gradients(self, dtype: torch.dtype, offloaded: OffloadedGrad | None) -> None:
         """Makes the gradients of a run, of which there are none yet."""
         self._overlapped = OverlappedStep(self.plan.name, self.comm.recorder)
-        main = MainGrad(
-            self.shards,
-            self.shard_specs,
-            self._grad_dtype,
-            self.offloaded_grad,
-            self._overlapped,
-        )
+        main = MainGrad(self.shards, self.shard_specs, dtype, offloaded, self._overlapped)
         self.grads = Gradients(self.parameters, self.plan, self.comm, main)
 
     def _wrap(self, filled: FlatBuffer | None) -> None:
@@ -463,9 +453,7 @@ class Bucket:
         """
         if self.num_pins or self.phase is not Phase.UNSHARDED:
             return
-        self.writes.sync()
-        if reads_all and not self.shards_params:
-            self.shards.sync_replicated()
+        self.writes.sync(reads_all=reads_all)
 
     # ---------------------------------------------------------------- runs, and the end
 
@@ -490,7 +478,7 @@ class Bucket:
         self.end_graphs(is_retained=False)
         self.shards.stop_reading()
         self.grads.close()
-        self._make_gradients()
+        self._make_gradients(self.grads.main.dtype, self.grads.main.offloaded)
         return self.try_to_reshard() or failure
 
     def publish(self) -> None:

@@ -35,12 +35,11 @@ class MainGrad:
     Args:
         shards: Shards of the bucket, with its plan.
         shard_specs: Elements of each slot that each rank steps, by slot.
-        dtype: Dtype of the mean.
-        offloaded: Store of the mean; None if it is on the device.
         overlapped: Step of a worker with these gradients.
 
     Attributes:
         dtype: Dtype of the mean.
+        offloaded: Store of the mean; None if it is on the device.
         is_full: Whether every rank has all elements, as in stage 0.
         tensor: The mean, 1-D, from its first reduction until all of it is zeroed. It may be a view
             of the unsharded gradients.
@@ -57,13 +56,13 @@ class MainGrad:
         overlapped: OverlappedStep,
     ) -> None:
         self.dtype = dtype
+        self.offloaded = offloaded
         self.is_full = shards.replicates_optim
         self.tensor: Tensor | None = None
         self.slices: list[Tensor] = []
         self.held: set[int] = set()
         self._own, self._device = shards.layout, shards.comm.device
         self._shard_specs = list(shard_specs)
-        self._offloaded = offloaded
         self._overlapped = overlapped
         self._views: list[Tensor] = []  # what `.grad` shows, by slot
         self._grad_shards: WeakSet[GradShard] = WeakSet()  # those of an offloaded mean
@@ -77,13 +76,13 @@ class MainGrad:
 
     def fits_into(self, buffer: FlatBuffer) -> bool:
         """Whether the mean may be a view of `buffer`, in which its elements were reduced."""
-        return self._offloaded is None and buffer.tensor.dtype == self.dtype
+        return self.offloaded is None and buffer.tensor.dtype == self.dtype
 
     def add(self, reduced: Tensor, *, is_in_buffer: bool = False) -> None:
         """Adds a mean over ranks: `make_shard`, or, in the unsharded buffer, a view of it."""
-        if self._offloaded is not None:
-            self._offloaded.put(reduced, is_added=self.tensor is not None)
-            self._set(self._offloaded.shard)
+        if self.offloaded is not None:
+            self.offloaded.put(reduced, is_added=self.tensor is not None)
+            self._set(self.offloaded.shard)
         elif self.tensor is None:
             self._set(reduced)
         elif is_in_buffer:  # the sum takes no memory beside the buffer
@@ -93,8 +92,8 @@ class MainGrad:
 
     def wait(self) -> None:
         """Waits until an offloaded mean is stored."""
-        if self._offloaded is not None:
-            self._offloaded.wait()
+        if self.offloaded is not None:
+            self.offloaded.wait()
 
     def is_in(self, buffer: FlatBuffer) -> bool:
         """Whether the mean is a view of `buffer`."""
@@ -133,15 +132,15 @@ class MainGrad:
                 self.apply_(Tensor.zero_, sorted(zeroed))
             return
         self._drop()
-        if self._offloaded is not None:
+        if self.offloaded is not None:
             for shard in list(self._grad_shards):  # only shards that the user holds are left
                 shard.detach()
-            self._offloaded.drop_if_shared()
+            self.offloaded.drop_if_shared()
 
     def close(self) -> None:
         """Drops the mean, also one in flight to its tier."""
-        if self._offloaded is not None:
-            self._offloaded.cancel()
+        if self.offloaded is not None:
+            self.offloaded.cancel()
         self.held.clear()
         self._drop()
 
@@ -157,8 +156,8 @@ class MainGrad:
 
     def _split(self, mean: Tensor) -> list[Tensor]:
         """Elements of each slot in `mean`."""
-        if self._offloaded is not None:
-            return [self._offloaded.view(part.start, part.stop) for part in self._own.ranges]
+        if self.offloaded is not None:
+            return [self.offloaded.view(part.start, part.stop) for part in self._own.ranges]
         slices = self._own.split(mean)
         if not self.is_full:
             return slices
@@ -169,7 +168,7 @@ class MainGrad:
         if self.is_full:
             return [self.slices[index].detach() for index in slots]
         parts = [GradShard(self, self._overlapped, i, self.slices[i]) for i in slots]
-        if self._offloaded is not None:
+        if self.offloaded is not None:
             self._grad_shards.update(parts)
         return [
             ShardedTensor.of(part, self._shard_specs[part.index], "p.grad", part.values)
@@ -227,7 +226,7 @@ class MainGrad:
         """
         assert self.tensor is not None
         self._overlapped.wait()  # a worker may read it
-        if self._offloaded is None:
+        if self.offloaded is None:
             for part in [self.tensor] if indices is None else [self.slices[i] for i in indices]:
                 change(part)
             return
@@ -235,16 +234,16 @@ class MainGrad:
         if indices is not None:
             ranges = [self._own.ranges[index] for index in indices]
         for own in ranges:
-            self._offloaded.apply_(change, own.start, own.stop)
+            self.offloaded.apply_(change, own.start, own.stop)
 
     @property
     def store(self) -> ShardStore | None:
         """Store of the mean; None if it is on the device."""
-        return None if self._offloaded is None else self._offloaded.store
+        return None if self.offloaded is None else self.offloaded.store
 
     def device_memory(self, buffer: FlatBuffer | None) -> Iterator[Tensor]:
         """Yields the mean, if it is on the device, in other memory than `buffer`."""
-        if self.tensor is None or self._offloaded is not None:
+        if self.tensor is None or self.offloaded is not None:
             return
         if buffer is None or not self.is_in(buffer):
             yield self.tensor

@@ -135,9 +135,9 @@ class Masters:
 
         Args:
             key: Key of the state.
-            slices: By slot, 1-D as `Shards.slice_state` makes them; None counts as zeros.
+            slices: By slot, 1-D as `OptimStates.slice` makes them; None counts as zeros.
         """
-        layout = self._shards.state_layouts.of(key)
+        layout = self._shards.states.layouts.of(key)
         bucket = self._bucket
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)

@@ -7,23 +7,20 @@ For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from lightning_zero.comm.backends import Source
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.full_tensors import FullTensors
-from lightning_zero.layout.flat import OwnedLayout, ShardLayout, StateLayouts
+from lightning_zero.core.optim_states import OptimStates
+from lightning_zero.layout.flat import OwnedLayout, ShardLayout
 from lightning_zero.layout.offload import Tier
 from lightning_zero.layout.plan import BucketPlan, Master
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
-from lightning_zero.tensors.composite import is_composite
-from lightning_zero.tensors.lazy import LazyTensor, read_flat
+from lightning_zero.tensors.lazy import LazyTensor
 from lightning_zero.tiers.storage import (
     FileShardStore,
     MemoryShardStore,
@@ -32,17 +29,7 @@ from lightning_zero.tiers.storage import (
     Storage,
 )
 
-__all__ = ["Shards", "is_elementwise_state"]
-
-
-def is_elementwise_state(value: object, numel: int) -> bool:
-    """Whether `value` has one number for each of the `numel` elements of a 1-D slice.
-
-    A single number for the parameter, such as a step counter, has no dimensions.
-    """
-    if not isinstance(value, Tensor) or is_composite(value):
-        return False
-    return value.dim() > 0 and value.numel() == numel
+__all__ = ["Shards"]
 
 
 class Shards:
@@ -51,7 +38,6 @@ class Shards:
     Attributes:
         replicates_optim: Whether optimizer states are replicated: every rank steps all elements.
         layout: Own elements.
-        state_layouts: Layouts of this rank's shards of optimizer states, by key.
         step_layout: Elements that this rank steps: own ones, or the full tensors that it owns.
         full_tensors: Exchange of full tensors in a step; None: own elements are stepped, or this is
             the only shard.
@@ -62,8 +48,7 @@ class Shards:
         master: Store that the optimizer steps: 1-D, own elements, master dtype; `param_shard` where
             the dtypes agree. None until it is needed.
         reader: Reader of an `all_gather_input` that is stored in a file.
-        keeps_states_in_files: Whether optimizer states move to files.
-        state_stores: Optimizer states in files, by key.
+        states: Shards of the optimizer states.
         num_writes: Counter of steps and other writes to all values; some count more than once.
     """
 
@@ -74,28 +59,24 @@ class Shards:
         self.storage = storage
         self.replicates_optim = not plan.stage.has_shard(State.OPTIM)
         self.comm = comm
-        self._rank = rank = comm.mesh.shard_rank
+        rank = comm.mesh.shard_rank
         # Whether an all-gather first copies the shard to the device.
         self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
         self._unsharded_params = unsharded_params
         self.has_separate_master = plan.master.is_separate
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
-        self.state_layouts = StateLayouts(self.layout, plan.blocks)
         self.step_layout: ShardLayout | OwnedLayout = self.layout
         self.full_tensors: FullTensors | None = None
         if plan.layout.has_tensor_owners and not self.replicates_optim:
             self.step_layout = owned = OwnedLayout(plan.layout, rank)
             if comm.mesh.num_shards > 1:
                 self.full_tensors = FullTensors(owned, comm, plan.name)
+        self.states = OptimStates(plan, self.layout, self.step_layout, storage)
         self.param_shard: ShardStore = MemoryShardStore(self.own_slice, Tier.DEVICE)
         self.all_gather_input: ShardStore | None = None
         self.master: ShardStore | None = None
         self.reader: ParamReader | None = None
-        self.keeps_states_in_files = False
         self.num_writes = 0
-        self.state_stores: dict[str, ShardStore] = {}
-        # Old memory of the unsharded buffer that users hold, and the masters it was rounded from.
-        self._previous_masters: list[tuple[StorageWeakRef, Tensor]] = []
 
     # ---------------------------------------------------------------- which elements
 
@@ -110,7 +91,7 @@ class Shards:
 
     def own_slice_of(self, buffer: FlatBuffer) -> Tensor:
         """The own elements of an unsharded buffer: 1-D, a view."""
-        return buffer.tensor if self.replicates_optim else buffer.shard(self._rank)
+        return buffer.tensor if self.replicates_optim else buffer.shard(self.layout.rank)
 
     @property
     def own_slice(self) -> Tensor:
@@ -127,17 +108,8 @@ class Shards:
         """Whether own elements are stored in other memory than the unsharded buffer."""
         return self.all_gather_input is not None or self.separate_master is not None
 
-    def rebind_to_unsharded(self, old: Tensor) -> None:
-        """Switches to the new memory of the unsharded buffer; users may hold the old memory, `old`.
-
-        Users may assign `old` back. Its values are rounded from the current master, which is then
-        restored.
-        """
-        store = self.separate_master
-        if store is not None and self.all_gather_input is None:
-            held = StorageWeakRef(old.untyped_storage())
-            self.drop_previous_masters()
-            self._previous_masters.append((held, store.fetch(0, store.numel).clone()))
+    def rebind_to_unsharded(self) -> None:
+        """Switches to the memory of the unsharded buffer, which is new."""
         if self.all_gather_input is None:
             assert isinstance(self.param_shard, MemoryShardStore)
             self.param_shard.rebind(self.own_slice)
@@ -201,16 +173,13 @@ class Shards:
         self.before_write()
         master = self.master_or_param.fetch(own.start, own.stop)
         write(master)
-        self._write(own.start, master)
+        self.write(own.start, master)
 
-    def _write(self, start: int, values: Tensor) -> None:
+    def write(self, start: int, values: Tensor) -> None:
+        """Writes own elements from `start` on, in full precision: 1-D; the parameters follow."""
         self.master_or_param.write(start, values)
         if self.separate_master is not None:
             self.param_shard.write(start, values)
-
-    def keep_states_in_files(self, is_kept: bool) -> None:
-        """Sets `keeps_states_in_files`, once the optimizer is known. Local."""
-        self.keeps_states_in_files = is_kept
 
     def drop(self) -> None:
         """Drops all shards: the parameters have tensors of their own again. Local."""
@@ -256,101 +225,6 @@ class Shards:
         if self.reader is not None:
             self.reader.reset()
 
-    # ---------------------------------------------------------------- writes by the user
-
-    def differ(self, index: int, values: Tensor) -> bool:
-        """Whether `values` are other own elements of slot `index` than the rounded stored ones.
-
-        `values`: 1-D, any dtype.
-        """
-        stored = self.values(index).to(values.device, values.dtype)
-        return not torch.equal(values.view(torch.uint8), stored.view(torch.uint8))  # also NaN
-
-    def assign(self, index: int, values: Tensor) -> None:
-        """Writes this rank's elements of slot `index`, which the user has set: 1-D, any dtype.
-
-        Elements that are still the rounded master leave the master as it is, and those that are a
-        rounded former master restore that one.
-        """
-        own = self.layout.ranges[index]
-        if own:
-            self._merge(own.start, own.stop, values)
-
-    def sync_replicated(self) -> None:
-        """Finds writes to replicated parameters that nothing has counted, in all own elements.
-
-        Only where that reads no file, and copies nothing from a device.
-        """
-        self.drop_previous_masters()
-        master = self.separate_master
-        if self.all_gather_input is not None or not isinstance(master, MemoryShardStore):
-            return
-        own = self.own_slice
-        if master.tier is Tier.DEVICE or own.device.type == "cpu":
-            self._merge(0, own.numel(), own)
-
-    def _merge(self, start: int, stop: int, values: Tensor) -> None:
-        self.before_write()
-        master = self.master_or_param.fetch(start, stop)
-        values = values.to(master.device)
-        with torch.no_grad():
-            is_changed, updated = values != master.to(values.dtype), values.to(master.dtype)
-            # On a device, `any` synchronizes, which costs more than writing in every case.
-            if master.device.type == "cpu" and not is_changed.any():
-                return
-            self.drop_previous_masters()
-            for _, former in self._previous_masters:
-                part = former[start:stop]
-                updated = torch.where(values == part.to(values.dtype), part, updated)
-            self._write(start, torch.where(is_changed, updated, master))
-
-    def drop_previous_masters(self) -> None:
-        """Drops copies of former masters for which users hold no memory any more."""
-        held = [pair for pair in self._previous_masters if not pair[0].expired()]
-        self._previous_masters = held
-
-    # ---------------------------------------------------------------- optimizer states
-
-    def is_sharded_state(self, index: int, key: str, value: object) -> bool:
-        """Whether `value` is this rank's shard of optimizer state `key` of slot `index`."""
-        return is_elementwise_state(value, len(self.state_layouts.of(key).owned(index)))
-
-    def slice_state(self, index: int, key: str, full: Tensor) -> Tensor:
-        """A copy of what this rank steps of a full optimizer state of slot `index`.
-
-        The copy has the master dtype, except for quantization codes, which are integers, and
-        numbers of blocks.
-        """
-        device = self.storage.step_device(self.plan.tiers.optim)
-        is_in_blocks = self.state_layouts.is_in_blocks(key)
-        layout = self.state_layouts.of(key) if is_in_blocks else self.step_layout
-        owned = layout.owned(index)
-        part = read_flat(full, owned.start, owned.stop).view(layout.shapes[index])
-        is_cast = part.is_floating_point() and not is_in_blocks
-        return part.to(device, self.plan.master_dtype if is_cast else part.dtype, copy=True)
-
-    def state_store(self, key: str, dtype: torch.dtype) -> ShardStore:
-        """The file of optimizer state `key`, with the length of the shard; initially zeros."""
-        if key not in self.state_stores:
-            name = f"{self.plan.name}.{key}"
-            self.state_stores[key] = self.storage.make_optim_store(name, self.layout.numel, dtype)
-        return self.state_stores[key]
-
-    def state_view(self, index: int, key: str) -> Tensor:
-        """Optimizer state `key` of slot `index`, 1-D; reads its file when it is used."""
-        own = self.layout.ranges[index]
-        return self.state_stores[key].view(own.start, own.stop)
-
-    def adopt_state(self, index: int, state: dict[str, Any]) -> None:
-        """Moves states of slot `index` that are in memory, such as loaded ones, to their files."""
-        own = self.layout.ranges[index]
-        for key, value in state.items():
-            if key in self.plan.blocks.memory_keys or isinstance(value, LazyTensor):
-                continue
-            if is_elementwise_state(value, len(own)):
-                self.state_store(key, value.dtype).write(own.start, value)
-                state[key] = self.state_view(index, key)
-
     # ---------------------------------------------------------------- bytes
 
     def stores(self) -> Iterator[tuple[Tier, State, ShardStore]]:
@@ -362,5 +236,5 @@ class Shards:
             yield self.plan.tiers.param, State.PARAM, self.all_gather_input
         if self.separate_master is not None:
             yield self.plan.tiers.optim, State.OPTIM, self.separate_master
-        for store in self.state_stores.values():
+        for store in self.states.stores.values():
             yield Tier.NVME, State.OPTIM, store

@@ -6,8 +6,8 @@ have no counter: `torch.distributed`, NumPy, the `.data` of a view. So at the ne
 elements of a parameter whose counter moved, whose `.data` or `.detach()` was taken, or that a
 collective was given, are compared with the rounded main parameters; those that differ were written,
 and the others leave the main parameters as they are. Before a step all elements of replicated
-parameters are compared, where that reads no file (`Shards.sync_replicated`). In stage 3, and where
-the main parameters are offloaded, a write without a counter to the `.data` of a view, or by a
+parameters are compared, where that reads no file (`_compare_replicated`). In stage 3, and where the
+main parameters are offloaded, a write without a counter to the `.data` of a view, or by a
 collective on a view, is not noticed.
 """
 
@@ -16,23 +16,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Protocol
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_zero.core.shards import Shards
 from lightning_zero.layout.flat import Slot
-from lightning_zero.layout.plan import BucketPlan
+from lightning_zero.layout.offload import Tier
 from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.guarded import data_of, set_plain_data
 from lightning_zero.tensors.lazy import read_flat
 from lightning_zero.tensors.shard_spec import DetachableShard
 from lightning_zero.tensors.sharded import ShardedTensor
+from lightning_zero.tiers.storage import MemoryShardStore
 
 __all__ = [
     "UserWrites",
-    "WrittenShards",
     "is_same_memory",
     "own_elements",
     "replaced",
@@ -41,26 +42,6 @@ __all__ = [
 
 
 _dtype_of, _version_of = attrgetter("dtype"), attrgetter("_version")
-
-
-class WrittenShards(Protocol):
-    """What this module needs of a bucket's `Shards`, whose module imports this one."""
-
-    @property
-    def are_copies(self) -> bool:
-        """Whether own elements are stored in other memory than the unsharded buffer."""
-
-    def owned(self, index: int) -> range:
-        """Own elements of slot `index`, counted from the slot's first element."""
-
-    def differ(self, index: int, values: Tensor) -> bool:
-        """Whether `values` are other own elements of slot `index` than the rounded stored ones."""
-
-    def assign(self, index: int, values: Tensor) -> None:
-        """Stores own elements of slot `index` that a user has written."""
-
-    def rebind_to_unsharded(self, old: Tensor) -> None:
-        """Switches to the new memory of the unsharded buffer; users may hold the old memory."""
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
@@ -118,7 +99,6 @@ class UserWrites:
     """Writes by the user to the parameters of one bucket, sharded or unsharded.
 
     Args:
-        plan: Layout and dtypes of the bucket.
         parameters: The parameters, by slot.
         orig_dtypes: Dtypes of the parameters before the engine wrapped them, by slot.
         unsharded_params: Their unsharded buffer.
@@ -133,14 +113,12 @@ class UserWrites:
 
     def __init__(
         self,
-        plan: BucketPlan,
         parameters: Sequence[nn.Parameter],
         orig_dtypes: Sequence[torch.dtype],
         unsharded_params: FlatBuffer,
-        shards: WrittenShards,
+        shards: Shards,
     ) -> None:
         self.data_shards: WeakValueDictionary[int, DetachableShard] = WeakValueDictionary()
-        self._plan = plan
         self._parameters = parameters
         self._orig_dtypes = orig_dtypes
         self._unsharded_params = unsharded_params
@@ -150,6 +128,8 @@ class UserWrites:
         # Slots whose `.data` was assigned since the last pass, with the former `.data`.
         self._assigned: dict[int, DetachableShard | None] = {}
         self.copies: list[tuple[int, ref[Tensor], Tensor, int]] = []
+        # Old memory of the unsharded buffer that users hold, and the masters it was rounded from.
+        self._previous_masters: list[tuple[StorageWeakRef, Tensor]] = []
 
     # ---------------------------------------------------------------- sharded parameters
 
@@ -157,7 +137,7 @@ class UserWrites:
         """Writes `own`, this rank's elements of `parameter.data = given`, while sharded. Local."""
         self._note_assigned(index, given)
         self._detach(index)
-        self._shards.assign(index, own)
+        self._merge(self._shards.layout.ranges[index], own)
 
     def _note_assigned(self, index: int, values: Tensor) -> None:
         """Notes an assignment to `.data` until the next pass.
@@ -174,7 +154,7 @@ class UserWrites:
         """Names of the parameters whose `.data` was assigned since the last call, in slot order."""
         if not self._assigned:
             return []
-        slots = self._plan.layout.slots
+        slots = self._shards.plan.layout.slots
         names = [slots[index].name for index in sorted(self._assigned)]
         self._assigned.clear()
         return names
@@ -191,11 +171,12 @@ class UserWrites:
         copies, self.copies = self.copies, []
         for index, copied, counter, version in copies:
             if counter._version != version:
+                name = self._shards.plan.layout.slots[index].name
                 error = RuntimeError(
                     "an entry of state_dict() was changed in place: it is a copy of parameter "
-                    f"{self._plan.layout.slots[index].name}, which keeps its values. Write to the "
-                    "parameter inside `with lightning_zero.gathered(module, writeback=True):`. To "
-                    "load or save changed values, change clones of the entries: value.clone()."
+                    f"{name}, which keeps its values. Write to the parameter inside "
+                    "`with lightning_zero.gathered(module, writeback=True):`. To load or save "
+                    "changed values, change clones of the entries: value.clone()."
                 )
             elif copied() is not None:
                 self.copies.append((index, copied, counter, version))
@@ -240,12 +221,23 @@ class UserWrites:
         """
         found = {*replaced(self._parameters, self._unsharded_params.views), *self.counted()}
         for index in set(range(len(self._parameters))) - found:
-            if self._shards.differ(index, self._own_part(index)):
+            if self._differs(index, self._own_part(index)):
                 found.add(index)
         return sorted(found)
 
-    def sync(self) -> None:
+    def _differs(self, index: int, values: Tensor) -> bool:
+        """Whether `values` are other own elements of slot `index` than the rounded stored ones.
+
+        `values`: 1-D, any dtype.
+        """
+        stored = self._shards.values(index).to(values.device, values.dtype)
+        return not torch.equal(values.view(torch.uint8), stored.view(torch.uint8))  # also NaN
+
+    def sync(self, *, reads_all: bool) -> None:
         """Copies writes to the unsharded parameters into the main parameters. Local.
+
+        Args:
+            reads_all: Compare all values of replicated parameters, too: some writes have no trace.
 
         Raises:
             ValueError: Replaced data has another shape or dtype; the parameter then has its own
@@ -256,10 +248,12 @@ class UserWrites:
             error = self._sync_assigned(assigned)
         if suspects := self._suspects():
             for index in suspects.difference(assigned) if self._shards.are_copies else ():
-                self._shards.assign(index, self._own_part(index))
+                self._merge(self._shards.layout.ranges[index], self._own_part(index))
             self.watch()
         if error is not None:
             raise error
+        if reads_all and self._shards.all_gather_input is None:
+            self._compare_replicated()
 
     def _own_part(self, index: int) -> Tensor:
         own = self._shards.owned(index)
@@ -274,11 +268,12 @@ class UserWrites:
         """
         buffer = self._unsharded_params
         values = {index: data_of(self._parameters[index]) for index in slots}
-        self._shards.rebind_to_unsharded(buffer.replace_memory())
+        self._keep_master(buffer.replace_memory())
+        self._shards.rebind_to_unsharded()
         set_plain_data(self._parameters, buffer.views)
         error = None
         for index, data in values.items():
-            slot, owned = self._plan.layout.slots[index], self._shards.owned(index)
+            slot, owned = self._shards.plan.layout.slots[index], self._shards.owned(index)
             try:
                 full = require_full_shape(data, slot)
                 self.check_dtype(index, full)
@@ -288,14 +283,70 @@ class UserWrites:
             buffer.views[index].copy_(full)
             if self._shards.are_copies:
                 self._detach(index)
-                self._shards.assign(index, read_flat(full, owned.start, owned.stop))
+                own = read_flat(full, owned.start, owned.stop)
+                self._merge(self._shards.layout.ranges[index], own)
         return error
+
+    def _compare_replicated(self) -> None:
+        """Finds writes to replicated parameters that nothing has counted, in all own elements.
+
+        Only where that reads no file, and copies nothing from a device.
+        """
+        self._drop_previous_masters()
+        master = self._shards.separate_master
+        if not isinstance(master, MemoryShardStore):
+            return
+        own = self._shards.own_slice
+        if master.tier is Tier.DEVICE or own.device.type == "cpu":
+            self._merge(range(own.numel()), own)
+
+    # ---------------------------------------------------------------- main parameters
+
+    def _merge(self, own: range, values: Tensor) -> None:
+        """Writes elements `own` of the shard, which the user has set: 1-D, any dtype.
+
+        Elements that are still the rounded master leave the master as it is, and those that are a
+        rounded former master restore that one.
+        """
+        if not own:
+            return
+        shards = self._shards
+        shards.before_write()
+        master = shards.master_or_param.fetch(own.start, own.stop)
+        values = values.to(master.device)
+        with torch.no_grad():
+            is_changed, updated = values != master.to(values.dtype), values.to(master.dtype)
+            # On a device, `any` synchronizes, which costs more than writing in every case.
+            if master.device.type == "cpu" and not is_changed.any():
+                return
+            self._drop_previous_masters()
+            for _, former in self._previous_masters:
+                part = former[own.start : own.stop]
+                updated = torch.where(values == part.to(values.dtype), part, updated)
+            shards.write(own.start, torch.where(is_changed, updated, master))
+
+    def _keep_master(self, old: Tensor) -> None:
+        """Keeps the master from which `old` was rounded, memory that the buffer has left.
+
+        Users may assign `old` back; its master is then restored.
+        """
+        master = self._shards.separate_master
+        if master is not None and self._shards.all_gather_input is None:
+            held = StorageWeakRef(old.untyped_storage())
+            self._drop_previous_masters()
+            self._previous_masters.append((held, master.fetch(0, master.numel).clone()))
+
+    def _drop_previous_masters(self) -> None:
+        """Drops copies of former masters for which users hold no memory any more."""
+        held = [pair for pair in self._previous_masters if not pair[0].expired()]
+        self._previous_masters = held
 
     def check_dtype(self, index: int, values: Tensor) -> None:
         """Raises a ValueError if `values`, set as the data of slot `index`, have another dtype."""
         expected = self._orig_dtypes[index]
-        if values.dtype not in (self._plan.dtype, self._plan.master_dtype, expected):
-            name = self._plan.layout.slots[index].name
+        plan = self._shards.plan
+        if values.dtype not in (plan.dtype, plan.master_dtype, expected):
+            name = plan.layout.slots[index].name
             raise ValueError(
                 f"the data set on parameter {name} has dtype {values.dtype}; expected {expected}. "
                 "A parameter keeps its dtype while an engine holds it; convert a copy instead: "

@@ -101,8 +101,8 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
     for tier, state, store in bucket.shards.stores():
         held[tier, state] += store.nbytes
-    if bucket.offloaded_grad is not None:
-        held[bucket.plan.tiers.grad, State.GRAD] += bucket.offloaded_grad.nbytes
+    if (offloaded := bucket.grads.main.offloaded) is not None:
+        held[bucket.plan.tiers.grad, State.GRAD] += offloaded.nbytes
     return held
 
 

@@ -204,7 +204,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
     def _keep_states_in_files(self, bucket: Bucket, optimizer: Optimizer, kind: StepKind) -> None:
         has_tensor_owners = bucket.plan.layout.has_tensor_owners
         is_kept = kind is StepKind.BY_BUCKET and not has_tensor_owners
-        bucket.shards.keep_states_in_files(is_kept)
+        bucket.shards.states.keep_in_files(is_kept)
         if is_kept or self._comm.rank or optimizer in self._warned:
             return
         self._warned.append(optimizer)
@@ -273,7 +273,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         nbytes = sum(
             store.nbytes
             for bucket in self._buckets
-            for store in bucket.shards.state_stores.values()
+            for store in bucket.shards.states.stores.values()
         )
         states = [list(raw_states(optimizer).values()) for optimizer in self]
         on_gpu = (tensor for tensor in plain_tensors(states) if tensor.is_cuda)

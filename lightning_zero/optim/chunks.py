@@ -28,7 +28,7 @@ from torch.profiler import record_function
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.full_tensors import Arriving
-from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.core.optim_states import is_elementwise_state
 from lightning_zero.layout.offload import PAGE_BYTES
 from lightning_zero.optim.clone import OptimizerClone, Slice
 from lightning_zero.optim.state import check_sliced_states
@@ -121,7 +121,7 @@ def _files_of(bucket: Bucket) -> Mapping[str, FileShardStore]:
     stores = {MASTER: bucket.shards.ensure_master(), GRAD: bucket.grads.main.store}
     if bucket.shards.has_separate_master:
         stores[PARAM] = bucket.shards.param_shard
-    stores.update((f"state.{key}", store) for key, store in bucket.shards.state_stores.items())
+    stores.update((f"state.{key}", store) for key, store in bucket.shards.states.stores.items())
     return {name: store for name, store in stores.items() if isinstance(store, FileShardStore)}
 
 
@@ -160,7 +160,7 @@ class BucketStep:
         """Moves states, which may have been loaded to another place, to where they are stepped."""
         shards = self.bucket.shards
         is_offloaded = self.device.type == "cpu" and shards.storage.has_device_memory
-        if not is_offloaded and not shards.keeps_states_in_files:
+        if not is_offloaded and not shards.states.are_in_files:
             return
         for index in self.grads:
             state = raw_states(self.clone.optimizer).get(self.bucket.parameters[index], {})
@@ -169,13 +169,13 @@ class BucketStep:
                     state[key] = _in_memory(value)
                 if is_offloaded and isinstance(value, Tensor) and value.device.type != "cpu":
                     state[key] = value.cpu()
-            if shards.keeps_states_in_files and not self.clone.is_joint:
-                shards.adopt_state(index, state)
+            if shards.states.are_in_files and not self.clone.is_joint:
+                shards.states.adopt(index, state)
 
     def chunks(self) -> list[ChunkStep]:
         """Chunks in order, to be created while the bucket is in flight."""
         chunks = chunks_of(self.bucket, self.grads, is_joint=self.clone.is_joint)
-        keeps_files = self.bucket.shards.keeps_states_in_files and not self.clone.is_joint
+        keeps_files = self.bucket.shards.states.are_in_files and not self.clone.is_joint
         self.is_in_chunks = bool(chunks[0].files) or keeps_files
         return [ChunkStep(self, chunk) for chunk in chunks]
 
@@ -283,8 +283,8 @@ class ChunkStep:
             elif self._state.get(parameter) is not state:  # it is new
                 self._state[parameter] = state
                 check_sliced_states(self.bucket_step.clone.optimizer, parameter)
-            if self._shards.keeps_states_in_files and not self.bucket_step.is_in_chunks:
-                self._shards.adopt_state(index, state)
+            if self._shards.states.are_in_files and not self.bucket_step.is_in_chunks:
+                self._shards.states.adopt(index, state)
         storage, shards, start = self._shards.storage, self._shards, self.chunk.start
         if MASTER in self._memory:
             self._write_to_buffer(MASTER)
@@ -337,8 +337,8 @@ class ChunkStep:
         if isinstance(value, LazyTensor):
             start = self.chunk.start
             return self._memory[f"state.{key}"][part.start - start : part.stop - start]
-        if self._shards.is_sharded_state(index, key, value):
-            return value[self._shards.state_layouts.part(key, index, part)]
+        if self._shards.states.is_shard(index, key, value):
+            return value[self._shards.states.layouts.part(key, index, part)]
         return copy.deepcopy(value)
 
     def _store_chunk_of_state(self, index: int, part: range, stepped: Slice) -> None:
@@ -348,25 +348,25 @@ class ChunkStep:
         new = self.bucket_step.new_states.setdefault(index, {})  # other keys are in files
         for key, value in stepped.state.items():
             buffer = self._memory.get(f"state.{key}")
-            here = shards.state_layouts.part(key, index, part)
+            here = shards.states.layouts.part(key, index, part)
             if not is_elementwise_state(value, here.stop - here.start):
                 new[key] = value
-            elif not shards.keeps_states_in_files or key in shards.plan.blocks.memory_keys:
+            elif not shards.states.are_in_files or key in shards.plan.blocks.memory_keys:
                 if key not in new:
                     old = self._state.get(parameter, {}).get(key)
-                    has_old = shards.is_sharded_state(index, key, old)
-                    numel = len(shards.state_layouts.of(key).owned(index))
+                    has_old = shards.states.is_shard(index, key, old)
+                    numel = len(shards.states.layouts.of(key).owned(index))
                     new[key] = old if has_old else value.new_zeros(numel)
                 _write(new[key][here], value)
             elif buffer is not None:
                 _write(buffer[part.start - start : part.stop - start], value)
             else:  # created in this step
-                shards.state_store(key, value.dtype).write(part.start, value)
+                shards.states.ensure_store(key, value.dtype).write(part.start, value)
         if not stepped.state:
             self._state.pop(parameter, None)
         elif not own or part.stop == own.stop:
             self._state[parameter] = {
-                key: new[key] if key in new else shards.state_view(index, key)
+                key: new[key] if key in new else shards.states.view(index, key)
                 for key in stepped.state
             }
 

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of
-from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.core.optim_states import is_elementwise_state
 from lightning_zero.optim.blocks import pack_state, unpack_state
 from lightning_zero.optim.clone import (
     copy_back,
@@ -82,7 +82,7 @@ def shard_initial_state(optimizer: Optimizer) -> None:
         placement = placement_of(parameter)
         for key, value in state.items():
             if _is_full_state(placement, key, value, keys):
-                state[key] = bucket_of(placement).shards.slice_state(placement.index, key, value)
+                state[key] = bucket_of(placement).shards.states.slice(placement.index, key, value)
 
 
 def check_sliced_states(optimizer: Optimizer, parameter: nn.Parameter) -> None:
@@ -171,7 +171,7 @@ def load_optimizer_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any
     shapes = {number: placement_of(p).shape for number, p in by_number.items()}
     entries = state_dict["state"]
     keys = _ElementwiseKeys(optimizer, [(shapes[number], entries[number]) for number in entries])
-    in_files = {p for p in parameters if bucket_of(placement_of(p)).shards.keeps_states_in_files}
+    in_files = {p for p in parameters if bucket_of(placement_of(p)).shards.states.are_in_files}
     state = {
         number: {
             key: _own_part(by_number[number], key, value, keys)
@@ -233,7 +233,7 @@ def _load_into_files(
         if _is_shaped_like(placement.shape, key, value, keys):
             own = {key: _own_part(parameter, key, value, keys)}
             packed = pack_state(optimizer, own, placement.shape.numel())
-            bucket_of(placement).shards.adopt_state(placement.index, packed)
+            bucket_of(placement).shards.states.adopt(placement.index, packed)
             raw_states(optimizer)[parameter].update(packed)
 
 
@@ -246,7 +246,7 @@ def _own_part(parameter: nn.Parameter, key: str, value: object, keys: _Elementwi
     has_slices = not bucket_of(placement).shards.has_tensor_owners
     if has_slices and _is_full_state(placement, key, value, keys):
         assert isinstance(value, Tensor)
-        return bucket_of(placement).shards.slice_state(placement.index, key, value)
+        return bucket_of(placement).shards.states.slice(placement.index, key, value)
     return map_tensors(Tensor.clone, value)  # a copy of what may be mapped from a file
 
 
@@ -328,7 +328,7 @@ def _unsharded_states(
         for key in keys:
             slices = [
                 state.get(key)
-                if bucket.shards.is_sharded_state(index, key, state.get(key))
+                if bucket.shards.states.is_shard(index, key, state.get(key))
                 else None
                 for index, state in enumerate(states)
             ]
@@ -377,7 +377,7 @@ def _is_shaped_like(shape: torch.Size, key: str, value: object, keys: _Elementwi
 
 def _is_full_state(placement: Placement, key: str, value: object, keys: _ElementwiseKeys) -> bool:
     """Whether `value` is a full state of which each rank has a shard."""
-    if bucket_of(placement).shards.state_layouts.is_in_blocks(key):
+    if bucket_of(placement).shards.states.layouts.is_in_blocks(key):
         return isinstance(value, Tensor) and value.shape == full_state_shape(placement, key)
     return _is_shaped_like(placement.shape, key, value, keys)
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.bucket_access import bucket_of, lockstep_of
-from lightning_zero.core.shards import is_elementwise_state
+from lightning_zero.core.optim_states import is_elementwise_state
 from lightning_zero.tensors.composite import is_composite
 from lightning_zero.tensors.guarded import Placement, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
@@ -74,12 +74,12 @@ def is_sliced(bucket: Bucket) -> bool:
 def full_state_shape(placement: Placement, key: str) -> tuple[int, ...]:
     """Shape of a sharded state: that of the parameter, or its number of blocks."""
     shards = bucket_of(placement).shards
-    return shards.state_layouts.of(key).layout.slots[placement.index].shape
+    return shards.states.layouts.of(key).layout.slots[placement.index].shape
 
 
 def _spec_of(bucket: Bucket, index: int, key: str) -> ShardSpec:
     """Elements of state `key` of slot `index` that each rank has."""
-    spec, layout = bucket.shard_specs[index], bucket.shards.state_layouts.of(key).layout
+    spec, layout = bucket.shard_specs[index], bucket.shards.states.layouts.of(key).layout
     return dataclasses.replace(spec, slot=layout.slots[index], layout=layout)
 
 
@@ -109,7 +109,7 @@ def local_part(parameter: Tensor, key: str, value: object, known: object = None)
 
 def _slice(bucket: Bucket, index: int, key: str, value: Tensor) -> Tensor:
     full = value.full_tensor() if isinstance(value, ShardedTensor) else value
-    return bucket.shards.slice_state(index, key, full)
+    return bucket.shards.states.slice(index, key, full)
 
 
 class StateView(MutableMapping[Any, Any]):
@@ -266,7 +266,7 @@ def _view_of(parameter: Tensor, key: str, value: object) -> object:
     """A sharded tensor for a sharded state; other values as they are."""
     placement = placement_of(parameter)
     bucket, index = bucket_of(placement), placement.index
-    if not bucket.shards.is_sharded_state(index, key, value):
+    if not bucket.shards.states.is_shard(index, key, value):
         return value
     assert isinstance(value, Tensor)
     shard = _StateShard(bucket, index, key, value)
@@ -304,4 +304,4 @@ class _StateShard:
         with torch.no_grad():
             write(values)
         if isinstance(self.value, LazyTensor):
-            self.bucket.shards.adopt_state(self.index, {self.key: values})
+            self.bucket.shards.states.adopt(self.index, {self.key: values})

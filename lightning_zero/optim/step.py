@@ -276,7 +276,7 @@ class OptimizerStep:
         buckets = [] if self._is_joint else self._reducer.step_order()
         # Gradients in files are written before the step.
         grad_tiers = {bucket.plan.tiers.grad for bucket in buckets}
-        num_files = sum([len(bucket.shards.state_stores) for bucket in buckets])
+        num_files = sum([len(bucket.shards.states.stores) for bucket in buckets])
         if Tier.NVME in grad_tiers or not num_files:
             return
         self._drain()

@@ -19,7 +19,7 @@ Begin with `storage`. In layout/offload.py `OffloadConfig` has the user's word f
 If it is memory, `Storage._keep` and `OffloadedGrad.store` allocate it, and `MemoryShardStore`
 stores it; `Shards.before_write` must wait for an all-gather's copy from it (`Shards._is_uploaded`).
 Optimizer states in memory belong to the optimizer: `BucketStep._move_states` and
-`Shards.slice_state` move them.
+`OptimStates.slice` move them.
 
 If it is not memory, it needs one more class in the union `ShardStore`, with `tier`, `numel`,
 `dtype`, `nbytes`, `fetch`, `write` and `view`; a way into and out of buffers in optim/chunks.py; a

@@ -378,7 +378,7 @@ def _optimizer_in_files(rank, dtype):
     load_module(same, stored(weights))
     load_optimizer(other, loaded, _by_name(other, loaded, state))
     for bucket in other.buckets:
-        assert "exp_avg" in bucket.shards.state_stores
+        assert "exp_avg" in bucket.shards.states.stores
     again = optimizer_state_dict(loaded, other.buckets, is_recipient=True)
     for number, entry in state["state"].items():
         for key, value in entry.items():
