@@ -140,6 +140,10 @@ class _Backward:
         """The next micro-batch of the same step."""
         return _Backward(self.step, self.micro_batch + 1)
 
+    def renumber(self, agreed: _Backward) -> None:
+        """Takes the number on which all ranks have agreed."""
+        self.step, self.micro_batch = agreed.step, agreed.micro_batch
+
 
 class _Look(NamedTuple):
     """Gradient at which a rank has looked."""
@@ -312,7 +316,7 @@ class NonfiniteGuard:
         continues_step, has_found = map(bool, flags)
         backward, continued = self._backward, self._if_continued
         if continues_step:  # what was found in this backward is of that step, too
-            backward.step, backward.micro_batch = continued.step, continued.micro_batch
+            backward.renumber(continued)
         else:
             self.skips_step = False
             self._reported = {key for key in self._reported if key[0] >= backward.step - 1}
