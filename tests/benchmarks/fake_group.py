@@ -46,6 +46,7 @@ class Case:
         stage: In float32.
         num_tokens: In its one sequence.
         device: "cpu" or "cuda".
+        recomputes: `activation_checkpointing`.
     """
 
     model: str
@@ -53,6 +54,11 @@ class Case:
     stage: int = 3
     num_tokens: int = 8
     device: str = "cpu"
+    recomputes: bool | str = False
+
+    @property
+    def config(self) -> ZeroConfig:
+        return ZeroConfig(stage=self.stage, activation_checkpointing=self.recomputes)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
     before = _allocated(case)
     for child in module.modules():  # values are not read, and drawing them takes minutes
         child.reset_parameters = partial(_fill, child)
-    config, device = ZeroConfig(stage=case.stage), torch.device(case.device)
+    config, device = case.config, torch.device(case.device)
     engine = Engine(module, config=config, device=device)
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     engine.attach(optimizer)
@@ -105,7 +111,7 @@ def compare_module(case: Case, module: nn.Module, step: Callable[[nn.Module], Te
 
 def _plan(case: Case, module: nn.Module, step) -> tuple[int, int]:
     """Bytes between steps and at the peak, of a device with NCCL, without NCCL's own memory."""
-    choice = Choice("", "", ZeroConfig(stage=case.stage))
+    choice = Choice("", "", case.config)
     runs = EngineRuns(module, [torch.optim.AdamW(module.parameters())], step)
     # The fake process group has the collectives of a device, on the CPU, too.
     found = estimate(choice, runs, Machine(case.num_ranks, min(case.num_ranks, 8)))
@@ -162,9 +168,11 @@ def _main() -> None:
     parser.add_argument("--stage", type=int, default=3, choices=(0, 1, 2, 3))
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--recomputes", default="none", choices=("none", "all", "selective"))
     args = parser.parse_args()
+    recomputes = {"none": False, "all": True}.get(args.recomputes, args.recomputes)
     begin = perf_counter()
-    found = compare(Case(args.model, args.ranks, args.stage, args.tokens, args.device))
+    found = compare(Case(args.model, args.ranks, args.stage, args.tokens, args.device, recomputes))
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
         f"{args.model:<10} N = {args.ranks:<4} stage {args.stage}  states: planned {found.states}, "
