@@ -13,8 +13,8 @@ from lightning_zero.layout.sizes import parse_bytes, parse_count
 
 __all__ = ["PRECISIONS", "add_commands"]
 
-# Precision of a Trainer: torch's dtype of autocast if mixed, else of the module ("": as built);
-# float8 is that of a plugin.
+# Precision of a Trainer: torch's dtype of autocast if mixed, else of the module ("": as built).
+# float8: set by the plugin Float8Precision.
 PRECISIONS = {
     "32-true": "",
     "bf16-mixed": "bfloat16",

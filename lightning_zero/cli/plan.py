@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.utils import instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import lightning_zero.conf  # noqa: F401  # registers the schemas that its files refer to
+import lightning_zero.conf  # registers the schemas that its files refer to
 from lightning_zero.cli.options import PRECISIONS
 from lightning_zero.cli.plan_result import Row, as_dict, as_text, best_of, check_plot, draw, heading
 from lightning_zero.core.recompute import find_checkpointed, outermost
@@ -59,6 +59,9 @@ from lightning_zero.planner import (
 )
 from lightning_zero.tensors.ties import check_memory
 
+if TYPE_CHECKING:
+    from lightning_zero.strategy.float8 import Float8Precision
+
 __all__ = ["Source", "source_from_arguments", "run"]
 
 _Item = TypeVar("_Item")
@@ -70,7 +73,6 @@ _RATES = {
     "io_gb_per_s": "nvme",
     "memory_gb_per_s": "memory",
 }
-_FLOAT8 = {"_target_": "lightning_zero.Float8Precision"}
 _CONF = Path(__file__).parents[1] / "conf"
 
 
@@ -83,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     name = args.precision or source.settings.get("precision") or "bf16-mixed"
     if name not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}, got {name!r}.")
-    source, autocast = _in_precision(source, name)
+    plugin = _float8_plugin(source) if name == "float8" else None
+    source, autocast = _in_precision(source, name, plugin)
     config = source.config
     machine = _machine(args, source)
     num_micro_batches = int(args.micro_batches or source.settings.get("micro_batches") or 1)
@@ -106,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         "model": source.title,
         "parameters": sum(parameter.numel() for parameter in named.values()),
         "precision": name,
+        "plugin": None if plugin is None else repr(plugin),
         "optimizer": args.optimizer if len(optimizers) == 1 else "muon and adamw",
         "ranks": machine.num_ranks,
         "ranks_per_node": machine.ranks_per_node,
@@ -130,11 +134,29 @@ def run(args: argparse.Namespace) -> int:
     return 0 if best else 1
 
 
-def _in_precision(source: Source, name: str) -> tuple[Source, torch.dtype | None]:
+def _float8_plugin(source: Source) -> Float8Precision:
+    """The plugin of a configuration; without one, the default.
+
+    Raises:
+        ModuleNotFoundError: torchao is not installed.
+        ValueError: The plugin cannot be built.
+    """
+    # First, since Hydra's error without torchao does not explain what to install.
+    plugin = lightning_zero.Float8Precision()
+    if given := source.settings.get("float8"):
+        try:
+            plugin = instantiate(given)
+        except HydraException as error:
+            raise ValueError(f"trainer.plugins: {error.__cause__ or error}") from error
+    return plugin
+
+
+def _in_precision(
+    source: Source, name: str, plugin: Float8Precision | None
+) -> tuple[Source, torch.dtype | None]:
     """The module and config of `source` in a precision of a Trainer, and its autocast dtype."""
     dtype = getattr(torch, PRECISIONS[name]) if PRECISIONS[name] else None
-    if name == "float8":
-        plugin = instantiate(source.settings.get("float8") or _FLOAT8)
+    if plugin is not None:
         source = replace(source, module=plugin.convert_module(source.module))
     elif not name.endswith("-mixed"):
         return (source if dtype is None else replace(source, module=source.module.to(dtype))), None
@@ -493,7 +515,7 @@ def _trainer_settings(config: DictConfig) -> dict[str, Any]:
         "ranks": devices * nodes if isinstance(devices, int) else None,
         "ranks_per_node": devices if isinstance(devices, int) else None,
         "precision": _trainer_precision(config),
-        "float8": _float8_plugin(config),
+        "float8": _float8_config(config),
         "micro_batches": OmegaConf.select(config, "trainer.accumulate_grad_batches"),
     }
 
@@ -502,15 +524,18 @@ def _trainer_precision(config: DictConfig) -> str | None:
     """Name in `PRECISIONS` of the Trainer's precision; None if the configuration has no Trainer."""
     if OmegaConf.select(config, "trainer") is None:
         return None
-    if _float8_plugin(config) is not None:
+    if _float8_config(config) is not None:
         return "float8"
     name = str(OmegaConf.select(config, "trainer.precision") or "32-true")  # the Trainer's default
     return _SHORT_PRECISIONS.get(name, name)
 
 
-def _float8_plugin(config: DictConfig) -> DictConfig | None:
+def _float8_config(config: DictConfig) -> DictConfig | None:
+    """Part of the configuration that describes a `Float8Precision`, under any of its names."""
     plugins = OmegaConf.select(config, "trainer.plugins")
     for plugin in plugins if isinstance(plugins, ListConfig) else [plugins]:
-        if isinstance(plugin, DictConfig) and plugin.get("_target_") == _FLOAT8["_target_"]:
+        if not isinstance(plugin, DictConfig) or "_target_" not in plugin:
+            continue
+        if get_object(plugin["_target_"]) is lightning_zero.Float8Precision:
             return plugin
     return None

@@ -374,10 +374,8 @@ def _trainer(summary: Mapping[str, Any], best: Any) -> str:
     arguments = [f"strategy={best['strategy']}", f"devices={summary['ranks_per_node']}"]
     arguments += [f"num_nodes={nodes}"] if nodes > 1 else []
     arguments += ['accelerator="cpu"'] if summary["on_cpu"] else []
-    is_plugin = summary["precision"] == "float8"
-    arguments.append(
-        "plugins=Float8Precision()" if is_plugin else f'precision="{summary["precision"]}"'
-    )
+    plugin = summary["plugin"]
+    arguments.append(f"plugins={plugin}" if plugin else f'precision="{summary["precision"]}"')
     return f"Trainer({', '.join(arguments)})"
 
 
@@ -392,9 +390,10 @@ def _overrides(summary: Mapping[str, Any], best: Any) -> str:
         words.append(f"offload={offload}")
     words += ["recompute=blocks"] if best["checkpointing"] else []
     precision = _PRECISIONS.get(summary["precision"])
-    words.append(
-        f"precision={precision}" if precision else f"trainer.precision={summary['precision']}"
-    )
+    if summary["plugin"] in (None, "Float8Precision()"):  # others are in the configuration
+        words.append(
+            f"precision={precision}" if precision else f"trainer.precision={summary['precision']}"
+        )
     words.append(f"trainer.devices={summary['ranks_per_node']}")
     words += [f"trainer.num_nodes={nodes}"] if nodes > 1 else []
     words += ["trainer.accelerator=cpu"] if summary["on_cpu"] else []

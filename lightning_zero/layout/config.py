@@ -48,7 +48,6 @@ Modules = _Item | Sequence[_Item] | Set[_Item]
 _MODULES = {
     "keep_float32": "names or patterns of parameters or modules, classes of modules",
     "unit_classes": "classes of modules, class names, or names or patterns of modules",
-    "exclude": "names or patterns of modules, classes of modules",  # of Float8Precision
     "activation_checkpointing": 'True, False, "selective", classes of modules, class names, or '
     "names or patterns of modules",
 }
@@ -351,15 +350,19 @@ def _check_dtype(name: str, value: object) -> torch.dtype:
     return dtype
 
 
-def as_modules(name: str, value: object) -> _Items:
-    """Converts a user's selection of modules, of the setting `name`; a TypeError if it is none."""
+def as_modules(name: str, value: object, expected: str = "") -> _Items:
+    """Converts a user's selection of modules, of the setting `name`; a TypeError if it is none.
+
+    `expected`: what the error asks for; empty: that of the option of `ZeroConfig`.
+    """
     if isinstance(value, Set):
         value = sorted(value, key=str)  # the same on every rank
     items = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
     for item in items:
         is_class = isinstance(item, type) and issubclass(item, nn.Module)
         if not (is_class or (isinstance(item, str) and item)):
-            raise TypeError(f"{name} must be {_MODULES[name]}, or a list of these, got {item!r}.")
+            expected = expected or _MODULES[name]
+            raise TypeError(f"{name} must be {expected}, or a list of these, got {item!r}.")
     return items
 
 

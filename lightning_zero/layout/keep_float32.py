@@ -84,7 +84,8 @@ def float32_parameters(
             continue
         matching = set(_matching(modules, item))
         if not matching:
-            raise ValueError(no_match_message("keep_float32", modules, item))
+            names = [n for path, m in modules.items() for n, _ in m.named_parameters(path, False)]
+            raise ValueError(no_match_message("keep_float32", modules, item, parameters=names))
         kept |= matching
     return kept
 

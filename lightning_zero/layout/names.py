@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -89,16 +89,29 @@ def matches_module(path: str, module: nn.Module, item: str | type[nn.Module]) ->
 
 
 def no_match_message(
-    option: str, modules: Mapping[str, nn.Module], item: str | type[nn.Module]
+    option: str,
+    modules: Mapping[str, nn.Module],
+    item: str | type[nn.Module],
+    *,
+    kind: str = "module with parameters",
+    parameters: Iterable[str] = (),
 ) -> str:
-    """Text of the error if `item` of the setting `option` matches nothing in the model."""
+    """Text of the error if `item` of the setting `option` matches nothing in the model.
+
+    Args:
+        option: Name of the setting.
+        modules: Modules that it can select, by qualified name.
+        item: Class, name or pattern.
+        kind: Description of `modules`.
+        parameters: Names of parameters that it can select, too.
+    """
     if isinstance(item, type):
-        return f"{option} has {item.__name__}, but no module with parameters is an instance of it."
-    known = [name for path, m in modules.items() for name, _ in m.named_parameters(path, False)]
-    known += [*modules, *(type(m).__name__ for m in modules.values())]
+        return f"{option} has {item.__name__}, but no {kind} is an instance of it."
+    known = [*parameters, *filter(None, modules), *(type(m).__name__ for m in modules.values())]
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
+    what, names = (f"parameter or {kind}", "parameters") if parameters else (kind, "modules")
     return (
-        f"{option} has {item!r}, which matches no parameter, module or class of the model; write "
-        f"full names, as in named_parameters(), or patterns such as '*.{item}'. The nearest: "
+        f"{option} has {item!r}, which matches no {what}, by name or class; write full names, as "
+        f"in named_{names}(), or patterns such as '*.{item.lstrip('*.')}'. The nearest: "
         f"{', '.join(near)}."
     )

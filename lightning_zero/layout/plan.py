@@ -267,10 +267,12 @@ def _check_parameters(module: nn.Module, named: Mapping[str, nn.Parameter]) -> N
                 " and call torch.view_as_complex on them in the forward."
             )
         if hasattr(parameter, "fsdp_pre_all_gather"):
+            kind, remedy = type(parameter).__name__, "train this module with FSDP2"
+            if kind == "WeightWithDynamicFloat8CastTensor":
+                remedy = "pass Float8LinearConfig(enable_fsdp_float8_all_gather=False)"
             raise ValueError(
-                f"Parameter {name} must be an ordinary one, got {type(parameter).__name__}, which "
-                "FSDP alone can all-gather; for torchao's float8, pass "
-                "Float8LinearConfig(enable_fsdp_float8_all_gather=False)."
+                f"Parameter {name} must be an ordinary one, got {kind}, which FSDP alone can "
+                f"all-gather; {remedy}."
             )
 
 

@@ -124,12 +124,14 @@ class ZeroMixedPrecision(ZeroPrecision, MixedPrecision):
     def __init__(self, plugin: MixedPrecision) -> None:
         precision = cast(Literal["16-mixed", "bf16-mixed"], plugin.precision)  # its only values
         super().__init__(precision, plugin.device, plugin.scaler)
-        self._convert = plugin.convert_module
+        self._plugin = plugin
         self.param_dtype = torch.bfloat16 if self.precision == "bf16-mixed" else torch.float16
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return self._convert(module)
+        module = self._plugin.convert_module(module)
+        self.device = self._plugin.device  # which Float8Precision learns from the Trainer
+        return module
 
     @override
     def optimizer_step(  # type: ignore[override]  # as Lightning's own plugins narrow it
@@ -195,7 +197,8 @@ def sharded_precision(plugin: Precision, engine: EngineGetter) -> ZeroPrecision:
         raise TypeError(
             f"ZeroStrategy cannot use the precision plugin {type(plugin).__name__}, which expects "
             "unsharded gradients; use precision='32-true', '64-true', 'bf16-mixed', '16-mixed', "
-            "'bf16-true' or '16-true', or one of Lightning's own plugins for these."
+            "'bf16-true' or '16-true', one of Lightning's own plugins for these, or "
+            "Float8Precision, but no subclass of them."
         )
     ours._engine = engine
     return ours

@@ -404,15 +404,36 @@ def test_the_precision_of_a_configuration_is_that_of_its_trainer(
 @pytest.mark.usefixtures("without_offload")
 def test_float8_is_planned_with_its_layers_and_printed_with_its_plugin(tmp_path, capsys):
     pytest.importorskip("torchao", reason="needs torchao")
-    text = "model: {_target_: torch.nn.Linear, in_features: 16, out_features: 16}\n"
-    text += "trainer: {devices: 2, plugins: {_target_: lightning_zero.Float8Precision}}"
-    (tmp_path / "own.yaml").write_text(text)
-    options = ["--config-dir", str(tmp_path), "--config-name", "own"]
-    assert plan(capsys, *options)["precision"] == "float8"
     assert run_plan(*SMALL, "--precision", "float8") == 0
     *_, trainer, overrides = capsys.readouterr().out.splitlines()
     assert trainer.endswith("plugins=Float8Precision())")
     assert "precision=float8" in overrides
+
+
+@pytest.mark.usefixtures("without_offload")
+def test_a_plugin_of_a_configuration_is_planned_and_printed_as_it_is(tmp_path, capsys):
+    pytest.importorskip("torchao", reason="needs torchao")
+    options = ["--config-dir", str(tmp_path), "--config-name", "own"]
+    plugin = "_target_: lightning_zero.strategy.float8.Float8Precision, exclude: {}"
+    own = "model: {{_target_: torch.nn.Linear, in_features: 16, out_features: 16}}\n"
+    own += f"trainer: {{{{devices: 2, plugins: [{{{{{plugin}}}}}]}}}}"
+    (tmp_path / "own.yaml").write_text(own.format("[Linear]"))
+    with pytest.warns(UserWarning, match="converted no layer"):
+        assert run_plan(*options) == 0
+    heading, *_, trainer, overrides = capsys.readouterr().out.splitlines()
+    assert "float8" in heading
+    assert trainer.endswith('plugins=Float8Precision(exclude=["Linear"]))')
+    assert "precision" not in overrides
+    (tmp_path / "own.yaml").write_text(own.format("3"))
+    assert main(["plan", *options]) == 2
+    assert "trainer.plugins: exclude must be names" in capsys.readouterr().err
+
+
+def test_float8_without_torchao_is_an_error_of_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    assert main(["plan", *SMALL, "--precision", "float8"]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("lightning-zero plan: error: Float8Precision needs torchao: pip install")
 
 
 def test_the_text_is_a_table_of_80_columns_and_two_lines_to_paste(capsys):

@@ -46,7 +46,7 @@ REFUSED = (HydraException, ValueError, ModuleNotFoundError)
 NEEDS = {
     "hparams_search=optuna": ("hydra_plugins.hydra_optuna_sweeper", "sweep"),
     "logger=tensorboard": ("tensorboard", "tensorboard"),
-    "precision=float8": ("torchao", "test"),
+    "precision=float8": ("torchao", "float8"),
     "logger=many_loggers": ("tensorboard", "tensorboard"),
 }
 
