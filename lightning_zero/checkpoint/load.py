@@ -322,8 +322,9 @@ def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
     _check_names(optimizer, owner_of, group_of)
     entry_of = {owner_of[name]: entry for name, entry in state["state"].items()}
     states: dict[int, Any] = {}
-    groups = []
+    groups: list[dict[str, Any]] = []
     number = 0
+    _check_divided(optimizer, group_of)
     for index, group in enumerate(optimizer.param_groups):
         numbers = range(number, number + len(group["params"]))
         number = numbers.stop
@@ -335,6 +336,23 @@ def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
         options |= {k: v for k, v in saved.items() if k in options or k == "initial_lr"}
         groups.append({**options, "params": list(numbers)})
     return {"state": states, "param_groups": groups}
+
+
+def _check_divided(
+    optimizer: Optimizer, group_of: Mapping[nn.Parameter | None, Mapping[str, Any]]
+) -> None:
+    """Raises if groups with different options would all get those of one saved group."""
+    first: dict[int, tuple[int, dict[str, Any]]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key != "params"}
+        for saved in {id(group_of[p]) for p in group["params"] if p in group_of}:
+            other, expected = first.setdefault(saved, (index, options))
+            if options != expected:
+                raise ValueError(
+                    f"parameters of the optimizer's groups {other} and {index}, whose options "
+                    "differ, were saved in one group, whose options both would get; resume with "
+                    "the groups that were saved."
+                )
 
 
 def _one_group(index: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -69,13 +69,6 @@ class AdamW8bit(Optimizer):
         *,
         saves_codes: bool = False,
     ) -> None:
-        wrong = [beta for beta in betas if not 0 <= beta < 1]
-        if wrong:
-            raise ValueError(f"each of betas must be in [0, 1), got {wrong[0]}.")
-        numbers = {"lr": float(lr), "eps": eps, "weight_decay": weight_decay}
-        for name, number in numbers.items():
-            if not number >= 0:
-                raise ValueError(f"{name} must not be negative, got {number}.")
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay} | _FIXED
         )
@@ -85,8 +78,8 @@ class AdamW8bit(Optimizer):
         return {**super().__getstate__(), "saves_codes": self.saves_codes}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group. Raises a ValueError for options that this class does not have."""
-        _check_options(param_group)
+        """Adds a parameter group. Raises a ValueError for options that this class cannot have."""
+        _check_options(self.defaults | param_group)
         super().add_param_group(param_group)
 
     @torch.compiler.disable  # a compiler may fuse operations: see [Note: The same bits everywhere]
@@ -188,7 +181,7 @@ class AdamW8bit(Optimizer):
     def _packed_states(self, state_dict: Mapping[str, Any]) -> dict[Any, Any]:
         """States of a state dict, by parameter; others by their own keys."""
         for group in state_dict["param_groups"]:
-            _check_options(group)
+            _check_options(self.defaults | group)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))  # torch checks their number
@@ -205,7 +198,13 @@ class AdamW8bit(Optimizer):
 
 
 def _check_options(group: Mapping[str, Any]) -> None:
-    """Raises a ValueError if an option has another value than here, and an effect."""
+    """Raises a ValueError if an option is wrong, or of AdamW, but without its effect here."""
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {betas}.")
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0:
+            raise ValueError(f"{name} must not be negative, got {group[name]}.")
     for name, value in _FIXED.items():
         has_effect = name != "decoupled_weight_decay" or group.get("weight_decay")
         if has_effect and group.get(name, value) != value:

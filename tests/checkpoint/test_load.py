@@ -413,6 +413,11 @@ def _optimizer_errors(rank, world_size):
         ValueError, match=r"exp_avg of blocks.0.linear.weight .* \(9, 8\).* \(9, 9\)"
     ):
         load_optimizer(engine, optimizer, state)
+    named = _by_name(engine, optimizer, state)
+    names = [name for group in named["param_groups"] for name in group["params"]]
+    named["param_groups"] = [named["param_groups"][0] | {"params": names}]
+    with pytest.raises(ValueError, match="groups 0 and 1, whose options differ, were saved in one"):
+        load_optimizer(engine, optimizer, named)
     state["param_groups"].pop()
     with pytest.raises(ValueError, match=r"groups of \[3\] parameters, .* groups of \[3, 10\]"):
         load_optimizer(engine, optimizer, state)
