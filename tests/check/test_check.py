@@ -212,21 +212,37 @@ def test_all_checks_pass_on_this_machine(launcher, arguments, tmp_path):
     assert {line["result"] for line in found} == {"ok"}
 
 
-@pytest.mark.parametrize("during", ["versions", "stages"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 @pytest.mark.slow
-def test_no_process_is_left_when_the_command_is_ended(number, during, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_no_process_is_left_when_the_command_is_ended(number, tmp_path):
     words, options = command("--ranks", "2", launcher=(sys.executable,), folder=tmp_path)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
-    printed = ""
-    while during not in printed:
-        printed += process.stdout.read(1)
+    for line in process.stdout:
+        if "stages" in line:
+            break
     process.send_signal(number)
     assert process.wait(20) in (-number, 128 + number)
     process.stdout.close()
     wait_for(lambda: not processes_of_session(process.pid), 20)
     if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
+
+
+DIES = """
+import multiprocessing, os, signal
+from lightning_zero.check.ranks import Check, Rank, Run, _main
+at = Rank(0, 0, 1, "1", Check(print), Run(1, {0: 0}, 1, False, ("127.0.0.1", 1)))
+multiprocessing.get_context("forkserver").Process(target=_main, args=(at,)).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_child_whose_parent_dies_before_it_finds_the_store_ends(tmp_path):
+    _, options = command(folder=tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", DIES], **options)
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: not processes_of_session(process.pid), 30)
 
 
 def processes_of_session(leader):
