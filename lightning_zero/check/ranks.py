@@ -146,7 +146,11 @@ def join_ranks(num_ranks: int | None, *, on_cpu: bool) -> tuple[Run, Any]:
         num_local = size // int(env.get("SLURM_STEP_NUM_NODES", 1))
         env["MASTER_ADDR"], env["MASTER_PORT"] = slurm.main_address, str(slurm.main_port)
     else:
-        size = num_ranks or (torch.cuda.device_count() if on_cuda else 2)
+        num_gpus = torch.cuda.device_count() if on_cuda else 0
+        size, most = num_ranks or num_gpus or 2, num_gpus or max(8, 4 * (os.cpu_count() or 1))
+        if size > most:
+            why = "one for each GPU" if on_cuda else "four for each CPU core, or 8"
+            raise ValueError(f"--ranks must be at most {most} here ({why}), got {size}.")
         store: Any = _STORES.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         own = {rank: rank for rank in range(size)}
         return Run(size, own, size, on_cuda, ("127.0.0.1", store.port)), store
@@ -168,8 +172,9 @@ def run_check(run: Run, check: Check, key: str) -> Outcome:
     try:
         for local, rank in run.own.items():
             at = Rank(rank, local, run.size, key, check, run)
-            children[rank] = context.Process(target=_main, args=(at,), daemon=True)
-            children[rank].start()
+            child = context.Process(target=_main, args=(at,), daemon=True)
+            child.start()
+            children[rank] = child
         while not store.check(keys) and time.monotonic() < deadline:
             for rank, child in children.items():
                 if child.exitcode is not None and not store.check([keys[rank]]):
@@ -227,6 +232,7 @@ def _judge(check: Check, outcomes: Sequence[Outcome]) -> Outcome:
 
 def _main(at: Rank) -> None:
     """Life of a child, which its parent ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -244,23 +250,25 @@ def _main(at: Rank) -> None:
     threading.Event().wait()  # the others may still need this rank
 
 
+def _end_with_parent() -> None:
+    """Ends this process when its parent has ended, and with it, maybe, the store."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(0)
+
+
 def _watch(at: Rank, main_thread: int) -> None:
-    """Reports where the main thread is when its time is over; ends with the parent."""
+    """Reports where the main thread is when its time is over."""
     store, deadline = at.of.connect(), time.monotonic() + at.check.limit_s
     text = f"did not return in {at.check.limit_s:g} s"
-    parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive():
+    while not store.check([f"{at.key}/{at.rank}"]):
+        if deadline - time.monotonic() > _GRACE_S and store.check([f"{at.key}/failed"]):
+            deadline, text = time.monotonic() + _GRACE_S, "waits for a rank that failed"
+        if time.monotonic() > deadline:
+            frames = traceback.extract_stack(sys._current_frames()[main_thread])
+            text, trace = f"{text}: {_place(frames)}", "".join(frames.format())
+            _report(store, at.key, at.rank, Outcome("failed", text, trace=trace))
         time.sleep(_POLL_S)
-        if not store.check([f"{at.key}/{at.rank}"]):
-            if deadline - time.monotonic() > _GRACE_S and store.check([f"{at.key}/failed"]):
-                deadline, text = time.monotonic() + _GRACE_S, "waits for a rank that failed"
-            if time.monotonic() > deadline:
-                frames = traceback.extract_stack(sys._current_frames()[main_thread])
-                outcome = Outcome(
-                    "failed", f"{text}: {_place(frames)}", trace="".join(frames.format())
-                )
-                _report(store, at.key, at.rank, outcome)
-    os._exit(0)
 
 
 def _describe(error: BaseException) -> Outcome:

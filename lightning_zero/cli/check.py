@@ -38,8 +38,13 @@ def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
     make_model = partial(_model_of, args) if args.model or args.module else None
     if make_model is not None:
         make_model()  # an error of the arguments ends the command here
+    if args.out.is_file():
+        raise ValueError(f"--out must be a folder, got the file {str(args.out)!r}.")
     args.out.mkdir(parents=True, exist_ok=True)
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with tempfile.TemporaryDirectory(prefix="lightning-zero-check-", dir=args.out) as folder:
             run, store = join_ranks(args.ranks, on_cpu=args.on_cpu)
@@ -55,7 +60,8 @@ def run(args: argparse.Namespace, checks: Sequence[Check] = CHECKS) -> int:
     finally:
         if args.nvme_path is not None:
             remove_abandoned(Path(args.nvme_path))  # files of ranks that failed
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if not run.is_first:
         return 0
     names = ("quick", "model", "module", "nvme_path", "on_cpu")
@@ -104,4 +110,6 @@ def _model_of(args: argparse.Namespace) -> tuple[nn.Module, Callable[[nn.Module]
             f"the shapes of the inputs of {args.module} are not known: give them with --input "
             "8x3x224x224, for example."
         )
+    if not any(parameter.requires_grad for parameter in source.module.parameters()):
+        raise ValueError(f"{args.module} has no parameters that are trained.")
     return source.module, source.step

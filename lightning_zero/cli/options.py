@@ -139,7 +139,10 @@ def _add_compare(subparsers: _Subparsers) -> None:
     what = "directory of a run, or its fingerprints.jsonl"
     add("first", metavar="RUN_A", help=what)
     add("second", metavar="RUN_B", help=what)
-    rtol = "largest difference of a norm or a sum, relative to the norm (default: equal bits)"
+    rtol = (
+        "largest difference of a norm or a sum, relative to the largest norm of all parameters, or "
+        "of all gradients, in that step (default: equal bits)"
+    )
     add("--rtol", type=_number("a number above 0"), metavar="RTOL", help=rtol)
 
 

@@ -379,7 +379,7 @@ def _build(title: str, make: Callable[[], Any]) -> nn.Module:
             module = make()
             if isinstance(module, nn.Module) and not any(True for _ in module.parameters()):
                 getattr(module, "configure_model", lambda: None)()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = " ".join(str(error).split())
         if text.startswith("Error locating target"):
             reason = " ".join(str(error.__cause__ or text).split())

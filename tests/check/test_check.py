@@ -22,7 +22,7 @@ import torch
 
 from lightning_zero.check import checks, ranks
 from lightning_zero.check.ranks import Check, Outcome, redacted
-from lightning_zero.cli import check
+from lightning_zero.cli import check, main
 from lightning_zero.cli.options import add_commands
 from lightning_zero.engine.engine import Engine
 from tests.slurm.cluster import wait_for
@@ -119,6 +119,46 @@ def test_a_rank_that_should_have_ended_but_did_not_is_a_failure():
     assert "rank 1 should have ended with was killed" in found.text
 
 
+class NoParameters(torch.nn.Module):
+    """Has nothing to train."""
+
+    def forward(self, x):
+        return x
+
+
+class Exits(torch.nn.Module):
+    """Ends the process that builds it."""
+
+    def __init__(self):
+        super().__init__()
+        sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--module", f"{__name__}:NoParameters"], "NoParameters has no parameters that are"),
+        (
+            ["--module", f"{__name__}:Exits"],
+            "Exits cannot be built on the meta device, where tenso",
+        ),
+        (["--out", __file__], "--out must be a folder, got the file "),
+        (["--on-cpu", "--ranks", "100000"], "--ranks must be at most "),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(arguments, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--input", "8x8", *arguments]) == 2
+    assert text in capsys.readouterr().err.splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_child_that_does_not_start_is_named():
+    run, _store = ranks.join_ranks(2, on_cpu=True)
+    with pytest.raises(Exception, match="pickle"):
+        ranks.run_check(run, Check(lambda at: ("", {})), "1")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -173,7 +213,7 @@ def test_all_checks_pass_on_this_machine(launcher, arguments, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_no_process_is_left_when_the_command_is_ended(number, tmp_path):
     words, options = command("--ranks", "2", launcher=(sys.executable,), folder=tmp_path)
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options)
@@ -184,8 +224,25 @@ def test_no_process_is_left_when_the_command_is_ended(number, tmp_path):
     assert process.wait(20) in (-number, 128 + number)
     process.stdout.close()
     wait_for(lambda: not processes_of_session(process.pid), 20)
-    if number == signal.SIGTERM:
+    if number != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []
+
+
+DIES = """
+import multiprocessing, os, signal
+from lightning_zero.check.ranks import Check, Rank, Run, _main
+at = Rank(0, 0, 1, "1", Check(print), Run(1, {0: 0}, 1, False, ("127.0.0.1", 1)))
+multiprocessing.get_context("forkserver").Process(target=_main, args=(at,)).start()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_a_child_whose_parent_dies_before_it_finds_the_store_ends(tmp_path):
+    _, options = command(folder=tmp_path)
+    process = subprocess.Popen([sys.executable, "-c", DIES], **options)
+    assert process.wait(60) == -signal.SIGKILL
+    wait_for(lambda: not processes_of_session(process.pid), 30)
 
 
 def processes_of_session(leader):

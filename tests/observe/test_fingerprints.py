@@ -130,6 +130,26 @@ def test_the_first_difference_is_named(second, options, status, text, tmp_path, 
 
 
 @pytest.mark.parametrize(
+    ("weight", "step", "kind", "status"),
+    [
+        (2.0, 1, "gradient", 0),
+        (1e-5, 1, "gradient", 1),
+        (float("inf"), 1, "gradient", 1),
+        (2.0, 2, "gradient", 1),
+        (2.0, 1, "parameter", 1),
+    ],
+)
+def test_a_norm_that_is_tiny_beside_that_of_another_gradient_may_differ(
+    weight, step, kind, status, tmp_path
+):
+    for path, norm in ((tmp_path / "first", 6.8e-9), (tmp_path / "second", 5.7e-9)):
+        tiny = line(1, "bias", str(norm), norm, "gradient")
+        path.write_text(tiny + line(step, norm=weight, kind=kind))
+    paths = str(tmp_path / "first"), str(tmp_path / "second")
+    assert main(["compare", *paths, "--rtol", "1e-5"]) == status
+
+
+@pytest.mark.parametrize(
     ("arguments", "error"),
     [
         ({"every_n_steps": 0}, ValueError),
