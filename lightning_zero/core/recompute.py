@@ -265,7 +265,8 @@ class _SecondRun(AbstractContextManager[None]):
                 buffer.copy_(values)
         if _REFUSAL in str(error[1]):
             raise RuntimeError(
-                f'{self._title} cannot run under {_OPTION}="selective": it changes the output of a '
-                "matrix product or of attention in place, computes a gradient in its forward, or "
-                f"backward runs twice through one forward. {_OPTION}=True allows all of these."
+                f'{self._title} cannot run under activation_checkpointing="selective": it changes '
+                "the output of a matrix product or of attention in place, computes a gradient in "
+                "its forward, or backward runs twice through one forward. "
+                f"{_OPTION}=True allows all of these."
             ) from error[1]

@@ -109,7 +109,7 @@ def no_match_message(
     """
     if isinstance(item, type):
         return f"{option} has {item.__name__}, but no {kind} is an instance of it."
-    classes = {type(m).__name__: None for m in modules.values()}
+    classes = [type(m).__name__ for m in modules.values()]
     known = dict.fromkeys([*words, *parameters, *filter(None, modules), *classes])
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
     what, names = (f"parameter or {kind}", "parameters") if parameters else (kind, "modules")
