@@ -11,6 +11,10 @@ values.
 [Note: Saved outputs] A selective forward saves the outputs of attention and of every second matrix
 product, which take most of the time, and computes the rest again. These outputs are memory of their
 own, no views of parameters, so units are freed as usual. The choice is that of torchtitan.
+
+[Note: Compiled checkpoints] torch.compile puts both runs into one graph, and calls `context_fn` to
+trace them, which must be a function and no method. A graph updates running statistics once, so they
+are not restored.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lightning_zero.layout.config import SELECTIVE
 from lightning_zero.layout.units import LISTS, find_blocks
 
 __all__ = ["apply_checkpointing", "drop_checkpointing", "find_checkpointed", "outermost"]
@@ -38,9 +43,11 @@ _OPTION = "activation_checkpointing"
 _HAS_STATISTICS = nn.modules.batchnorm._NormBase
 _MATMULS = {
     getattr(torch.ops.aten, name).default
-    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")  # the last: float8
+    if hasattr(torch.ops.aten, name)
 }
 _ATTENTION = "scaled_dot_product"  # a part of the names of its kernels
+_REFUSAL = "selective activation checkpoint"  # a part of torch's errors in a second run
 
 
 def find_checkpointed(
@@ -58,7 +65,8 @@ def find_checkpointed(
     """
     if wanted is False:
         return []
-    names = find_blocks(module, () if wanted is True else wanted, option=_OPTION)
+    kinds = () if wanted is True else wanted
+    names = find_blocks(module, kinds, option=_OPTION, words=(SELECTIVE,))
     if not names:
         raise ValueError(
             f"{_OPTION}=True needs repeated blocks, but {type(module).__name__} has none in a "
@@ -105,11 +113,11 @@ def apply_checkpointing(
     Returns:
         A function that removes the checkpointing; a second call has no effect.
     """
-    children = {module.get_submodule(name): None for name in names}
-    for child in children:
+    children = {module.get_submodule(name): name for name in names}
+    for child, name in children.items():
         if not isinstance(child.__dict__.get("forward"), _CheckpointedForward):
             child.__dict__["forward"] = _CheckpointedForward(
-                child, preserve_rng_state, is_selective=is_selective
+                child, name, preserve_rng_state, is_selective=is_selective
             )
 
     def end() -> None:
@@ -135,7 +143,10 @@ def drop_checkpointing(state: dict[str, Any]) -> None:
 class _CheckpointedForward:
     """A forward that runs again in backward; replaces the module's own."""
 
-    def __init__(self, module: nn.Module, preserve_rng_state: bool, *, is_selective: bool) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, preserve_rng_state: bool, *, is_selective: bool
+    ) -> None:
+        self._title = f"{name} ({type(module).__name__})"
         self.was_on_instance = "forward" in module.__dict__  # not in its class
         # The module's own forward, bound. Copies and pickles of the module contain only this one.
         self.forward: Callable[..., Any] = module.forward
@@ -157,7 +168,10 @@ class _CheckpointedForward:
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         options: dict[str, Any] = {}
-        if self._statistics or self._is_selective:
+        if torch.compiler.is_compiling():  # see [Note: Compiled checkpoints]
+            if self._is_selective:
+                options["context_fn"] = _selective_contexts
+        elif self._statistics or self._is_selective:
             options["context_fn"] = self._contexts
         return checkpoint(
             self.forward,
@@ -173,8 +187,8 @@ class _CheckpointedForward:
         first: AbstractContextManager[Any] = nullcontext()
         again: AbstractContextManager[Any] = nullcontext()
         if self._is_selective:
-            first, again = create_selective_checkpoint_contexts(_saved_outputs())
-        return first, _Restored(self._statistics, again)
+            first, again = _selective_contexts()
+        return first, _SecondRun(self._title, self._statistics, again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
@@ -194,11 +208,21 @@ def _without_cache(value: Any) -> Any:
 
     Some models have classes of their own, which do not all inherit from transformers' `Cache`.
     """
-    is_cache = any(
+    return None if _is_cache(type(value)) else value
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the bases of builtin classes
+def _is_cache(kind: type) -> bool:
+    return any(
         base.__module__.startswith("transformers") and base.__name__.endswith("Cache")
-        for base in type(value).__mro__
+        for base in kind.__mro__
     )
-    return None if is_cache else value
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts of a selective forward and its repetition. See [Note: Saved outputs]."""
+    first, again = create_selective_checkpoint_contexts(_saved_outputs())
+    return first, again
 
 
 def _saved_outputs() -> Callable[..., CheckpointPolicy]:
@@ -217,11 +241,17 @@ def _saved_outputs() -> Callable[..., CheckpointPolicy]:
     return policy
 
 
-class _Restored(AbstractContextManager[None]):
-    """`inner`, with the values of `buffers` restored at its end. Each backward enters it."""
+class _SecondRun(AbstractContextManager[None]):
+    """`inner`, with the values of `buffers` restored at its end. Each backward enters it.
 
-    def __init__(self, buffers: Sequence[Tensor], inner: AbstractContextManager[Any]) -> None:
-        self._buffers, self._inner = buffers, inner
+    Raises:
+        RuntimeError: torch refuses the run of a selective forward; names the module, `title`.
+    """
+
+    def __init__(
+        self, title: str, buffers: Sequence[Tensor], inner: AbstractContextManager[Any]
+    ) -> None:
+        self._title, self._buffers, self._inner = title, buffers, inner
         self._before: list[list[Tensor]] = []  # of each entry that has not ended
 
     def __enter__(self) -> None:
@@ -233,3 +263,10 @@ class _Restored(AbstractContextManager[None]):
         with torch.no_grad():
             for buffer, values in zip(self._buffers, self._before.pop(), strict=True):
                 buffer.copy_(values)
+        if _REFUSAL in str(error[1]):
+            raise RuntimeError(
+                f'{self._title} cannot run under activation_checkpointing="selective": it changes '
+                "the output of a matrix product or of attention in place, computes a gradient in "
+                "its forward, or backward runs twice through one forward. "
+                f"{_OPTION}=True allows all of these."
+            ) from error[1]

@@ -95,6 +95,7 @@ def no_match_message(
     *,
     kind: str = "module with parameters",
     parameters: Iterable[str] = (),
+    words: Iterable[str] = (),
 ) -> str:
     """Text of the error if `item` of the setting `option` matches nothing in the model.
 
@@ -104,10 +105,12 @@ def no_match_message(
         item: Class, name or pattern.
         kind: Description of `modules`.
         parameters: Names of parameters that it can select, too.
+        words: Other items of the setting.
     """
     if isinstance(item, type):
         return f"{option} has {item.__name__}, but no {kind} is an instance of it."
-    known = [*parameters, *filter(None, modules), *(type(m).__name__ for m in modules.values())]
+    classes = [type(m).__name__ for m in modules.values()]
+    known = dict.fromkeys([*words, *parameters, *filter(None, modules), *classes])
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
     what, names = (f"parameter or {kind}", "parameters") if parameters else (kind, "modules")
     return (

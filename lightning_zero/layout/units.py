@@ -63,6 +63,7 @@ def find_blocks(
     classes: Sequence[str | type[nn.Module]] = (),
     *,
     option: str = "unit_classes",
+    words: Sequence[str] = (),
 ) -> list[str]:
     """Qualified names of the blocks; see the docstring of this module.
 
@@ -70,6 +71,7 @@ def find_blocks(
         module: The root.
         classes: Items of `option` that select blocks; empty: repeated blocks.
         option: Name of the option of `ZeroConfig`.
+        words: Items of `option` that select no blocks; errors suggest them, too.
 
     Raises:
         ValueError: An item of `classes` matches no module with parameters.
@@ -82,7 +84,7 @@ def find_blocks(
         matching = [n for n, m in candidates.items() if matches_module(saved_name(n), m, item)]
         if not matching:
             known = {saved_name(name): m for name, m in candidates.items()}
-            raise ValueError(no_match_message(option, known, item))
+            raise ValueError(no_match_message(option, known, item, words=words))
         found |= dict.fromkeys(matching)
     return list(found)
 

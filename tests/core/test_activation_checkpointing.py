@@ -15,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
-from lightning_zero.core.recompute import apply_checkpointing, find_checkpointed, outermost
+from lightning_zero.core.recompute import (
+    _selective_contexts,
+    apply_checkpointing,
+    find_checkpointed,
+    outermost,
+)
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import assert_same, fit_ranks, fit_reference, settings
 from tests.support.hugging_face import gpt2, llama
@@ -108,6 +113,11 @@ def test_what_cannot_run_again_is_refused_with_what_to_do():
         Engine(nn.Linear(2, 2), config=ZeroConfig(activation_checkpointing=True))
     with pytest.raises(ValueError, match=r"activation_checkpointing has 'Blok', which matches no"):
         Engine(Net(), config=ZeroConfig(activation_checkpointing="Blok"))
+    for misspelt in ("Selective", "selectiv"):
+        with pytest.raises(ValueError, match=r"The nearest: selective, \w+, \w+\.") as error:
+            Engine(Net(), config=ZeroConfig(activation_checkpointing=misspelt))
+        near = str(error.value).rpartition(": ")[2].rstrip(".").split(", ")
+        assert len(set(near)) == 3
     with pytest.raises(
         TypeError, match='activation_checkpointing must be True, False, "selective"'
     ):
@@ -135,8 +145,8 @@ class NormBlock(nn.Module):
         self.up, self.norm, self.down = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
         self.is_reentrant = is_reentrant
 
-    def forward(self, x):
-        x = self.norm(self.up(x)).tanh()
+    def forward(self, x, scale=1.0):
+        x = self.norm(self.up(x)).tanh() * scale
         if self.is_reentrant is None:
             return self.down(x)
         return checkpoint(self.down, x, use_reentrant=self.is_reentrant)
@@ -177,6 +187,44 @@ def _compare_two_backwards(rank, world_size, stage):
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_blocks_with_running_statistics_run_again_in_every_backward_of_a_graph(stage):
     run_ranks(2, _compare_two_backwards, stage)
+
+
+class Activated(nn.Sequential):
+    def __init__(self, inplace):
+        super().__init__(nn.Linear(4, 4), nn.ReLU(inplace))
+
+
+class InnerGrad(nn.Linear):
+    """Computes a gradient in its forward."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (grad,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return x - grad
+
+
+@pytest.mark.parametrize("how", ["in place", "inner", "twice"])
+def test_what_a_selective_block_cannot_do_names_it_and_the_setting_that_can(how):
+    def train(setting):
+        torch.manual_seed(0)
+        blocks = [InnerGrad(4, 4) if how == "inner" else Activated(how == "in place") for _ in "ab"]
+        net = nn.ModuleDict({"blocks": nn.Sequential(*blocks)})
+        config = ZeroConfig(stage=1, activation_checkpointing=setting)
+        engine = Engine(net, [torch.optim.SGD(net.parameters(), lr=0.1)], config)
+        loss = net["blocks"](torch.ones(2, 4)).square().sum()
+        if how == "twice":
+            engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+        engine.close()
+        return list(net.parameters())
+
+    assert all(map(torch.equal, train(False), train(True)))
+    text = r"blocks\.\d \((Activated|InnerGrad)\) .*activation_checkpointing=True"
+    with pytest.raises(RuntimeError, match=text) as error:
+        train("selective")
+    assert "selective activation checkpoint" in str(error.value.__cause__)
 
 
 def test_running_statistics_are_updated_once():
@@ -258,14 +306,15 @@ def test_a_copy_runs_its_own_forward_and_a_forward_of_the_users_comes_back():
     assert "forward" not in net.blocks[1].__dict__
 
 
-def test_a_compiled_block_runs_again():
+@pytest.mark.parametrize("is_selective", [False, True])
+def test_a_compiled_block_runs_again(is_selective):
     net = Net()
     x = torch.randn(4, 8)
     torch.manual_seed(0)
     net(x).backward()
     expected = [p.grad.clone() for p in net.parameters()]
     net.zero_grad()
-    end = apply_checkpointing(net, find_checkpointed(net, True))
+    end = apply_checkpointing(net, find_checkpointed(net, True), is_selective=is_selective)
     for block in net.blocks:
         block.compile(backend="aot_eager")
     torch.manual_seed(0)
@@ -273,6 +322,15 @@ def test_a_compiled_block_runs_again():
     end()
     for parameter, grad in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_a_selective_forward_saves_products_in_float8():
+    x, one, expected = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(()), torch.eye(16)
+    for context in _selective_contexts():
+        with Operations() as operations, context:
+            product = torch._scaled_mm(x, x.t(), one, one, out_dtype=torch.float32)
+        assert torch.equal(product, expected)
+    assert not operations.counts["_scaled_mm"]
 
 
 class Attention(nn.Module):
@@ -324,3 +382,33 @@ def test_attention_and_every_second_matrix_product_are_not_computed_again():
     for _, grads, statistics in found.values():
         assert all(map(torch.equal, grads, found[False][1]))
         assert torch.equal(statistics, found[False][2])
+
+
+def _compiled_norm_blocks(again, is_compiled):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(*(NormBlock(None) for _ in range(3)))
+    end = apply_checkpointing(
+        net, find_checkpointed(net, bool(again)), is_selective=again == "some"
+    )
+    if is_compiled:
+        for block in net:
+            block.compile(backend="aot_eager", fullgraph=True)
+    x = torch.randn(8, 4).requires_grad_()
+    for _ in range(2):
+        y = x
+        for block in net:
+            y = block(y, scale=0.5)
+        with Operations() as operations:
+            y.square().sum().backward()
+    end()
+    values = [x.grad, *(p.grad for p in net.parameters()), *net.buffers()]
+    return values, operations.counts["addmm"]
+
+
+def test_compiled_blocks_save_the_same_and_update_their_running_statistics_once():
+    expected, _ = _compiled_norm_blocks(None, False)
+    for again in ("all", "some"):
+        found, num_matmuls = _compiled_norm_blocks(again, True)
+        assert num_matmuls == _compiled_norm_blocks(again, False)[1] == 3 * (again == "all")
+        torch.testing.assert_close(found, expected)

@@ -124,6 +124,7 @@ FAST = [
     (settings(2), in_place),
 ]
 FAST += [(settings(3), in_place)]
+FAST += [(settings(3, activation_checkpointing="selective"), in_place)]
 ALL = [
     (spec, compiled)
     for compiled in (module_itself, submodule, blocks, in_place)

@@ -200,7 +200,8 @@ OPTIONAL = {
     "_swap_data_ptr_",  # UntypedStorage of torch 2.13, not 2.11: freed memory reads as NaN
     "_set_storage_data_ptr_access_error_msg",  # torch._C of CUDA builds: reading it raises
     "_clear_storage_data_ptr_access_error_msg",
-    "_foreach_powsum",  # an operator that not all versions have
+    "_foreach_powsum",  # operators that not all versions have
+    "_scaled_mm",
 }
 # Of Python, of fsspec, and of named tuples.
 PYTHON = {"_current_frames", "_getframe", "_replace", "_make", "_fields", "_parent", "_exit"}
