@@ -12,9 +12,9 @@ values.
 product, which take most of the time, and computes the rest again. These outputs are memory of their
 own, no views of parameters, so units are freed as usual. The choice is that of torchtitan.
 
-[Note: Compiled checkpoints] torch.compile puts both runs into one graph, and calls `context_fn` to
-trace them, which must be a function and no method. A graph updates running statistics once, so they
-are not restored.
+[Note: Compiled checkpoints] torch.compile puts both runs into one graph, and calls `context_fn`,
+which must be a function and no method, to trace them. A graph updates running statistics once, so
+they are not restored. Where a block breaks its graph, both runs are eager, with the same function.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ class _CheckpointedForward:
     def __init__(
         self, module: nn.Module, name: str, preserve_rng_state: bool, *, is_selective: bool
     ) -> None:
-        self._title = f"{name} ({type(module).__name__})"
         self.was_on_instance = "forward" in module.__dict__  # not in its class
         # The module's own forward, bound. Copies and pickles of the module contain only this one.
         self.forward: Callable[..., Any] = module.forward
@@ -158,6 +157,9 @@ class _CheckpointedForward:
             if isinstance(part, _HAS_STATISTICS)
             for buffer in part.buffers(recurse=False)
         ]
+        self._contexts = _contexts(
+            is_selective, self._statistics, f"{name} ({type(module).__name__})"
+        )
         functools.update_wrapper(self, self.forward)  # with its signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -168,10 +170,7 @@ class _CheckpointedForward:
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
         options: dict[str, Any] = {}
-        if torch.compiler.is_compiling():  # see [Note: Compiled checkpoints]
-            if self._is_selective:
-                options["context_fn"] = _selective_contexts
-        elif self._statistics or self._is_selective:
+        if self._statistics or self._is_selective:
             options["context_fn"] = self._contexts
         return checkpoint(
             self.forward,
@@ -181,14 +180,6 @@ class _CheckpointedForward:
             **options,
             **kwargs,
         )
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Contexts of the forward, and of the second one in backward."""
-        first: AbstractContextManager[Any] = nullcontext()
-        again: AbstractContextManager[Any] = nullcontext()
-        if self._is_selective:
-            first, again = _selective_contexts()
-        return first, _SecondRun(self._title, self._statistics, again)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         own: Callable[..., Any] = copy.deepcopy(self.forward, memo)
@@ -219,13 +210,32 @@ def _is_cache(kind: type) -> bool:
     )
 
 
-def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of a selective forward and its repetition. See [Note: Saved outputs]."""
-    first, again = create_selective_checkpoint_contexts(_saved_outputs())
-    return first, again
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def _saved_outputs() -> Callable[..., CheckpointPolicy]:
+def _contexts(
+    is_selective: bool, statistics: Sequence[Tensor], title: str
+) -> Callable[[], _Contexts]:
+    """A function that makes the contexts of a forward, and of the second one in backward.
+
+    See [Note: Saved outputs] and [Note: Compiled checkpoints].
+    """
+
+    def make() -> _Contexts:
+        is_traced = type(torch.empty(0)) is not Tensor  # a graph, on tensors without values
+        first: AbstractContextManager[Any] = nullcontext()
+        again: AbstractContextManager[Any] = nullcontext()
+        if is_selective or is_traced:  # torch.compile takes no other contexts than these
+            policy = _saved_outputs(saves_any=is_selective)
+            first, again = create_selective_checkpoint_contexts(policy)
+        if not is_traced:
+            again = _SecondRun(title, statistics, again, is_selective=is_selective)
+        return first, again
+
+    return make
+
+
+def _saved_outputs(*, saves_any: bool) -> Callable[..., CheckpointPolicy]:
     """A policy of torch's for one forward and its repetition. See [Note: Saved outputs]."""
     num_matmuls = {True: 0, False: 0}
 
@@ -236,6 +246,7 @@ def _saved_outputs() -> Callable[..., CheckpointPolicy]:
         if operation in _MATMULS:
             num_matmuls[context.is_recompute] += 1
             is_saved = num_matmuls[context.is_recompute] % 2 == 1
+        is_saved = is_saved and saves_any
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
@@ -245,13 +256,19 @@ class _SecondRun(AbstractContextManager[None]):
     """`inner`, with the values of `buffers` restored at its end. Each backward enters it.
 
     Raises:
-        RuntimeError: torch refuses the run of a selective forward; names the module, `title`.
+        RuntimeError: torch refuses a selective forward's run; the text names the module, `title`.
     """
 
     def __init__(
-        self, title: str, buffers: Sequence[Tensor], inner: AbstractContextManager[Any]
+        self,
+        title: str,
+        buffers: Sequence[Tensor],
+        inner: AbstractContextManager[Any],
+        *,
+        is_selective: bool,
     ) -> None:
         self._title, self._buffers, self._inner = title, buffers, inner
+        self._is_selective = is_selective
         self._before: list[list[Tensor]] = []  # of each entry that has not ended
 
     def __enter__(self) -> None:
@@ -263,7 +280,7 @@ class _SecondRun(AbstractContextManager[None]):
         with torch.no_grad():
             for buffer, values in zip(self._buffers, self._before.pop(), strict=True):
                 buffer.copy_(values)
-        if _REFUSAL in str(error[1]):
+        if self._is_selective and _REFUSAL in str(error[1]):
             raise RuntimeError(
                 f'{self._title} cannot run under activation_checkpointing="selective": it changes '
                 "the output of a matrix product or of attention in place, computes a gradient in "

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero import Engine, ZeroConfig
 from lightning_zero.core.recompute import (
-    _selective_contexts,
+    _contexts,
     apply_checkpointing,
     find_checkpointed,
     outermost,
@@ -326,7 +326,7 @@ def test_a_compiled_block_runs_again(is_selective):
 
 def test_a_selective_forward_saves_products_in_float8():
     x, one, expected = torch.eye(16).to(torch.float8_e4m3fn), torch.ones(()), torch.eye(16)
-    for context in _selective_contexts():
+    for context in _contexts(True, [], "")():
         with Operations() as operations, context:
             product = torch._scaled_mm(x, x.t(), one, one, out_dtype=torch.float32)
         assert torch.equal(product, expected)
@@ -384,16 +384,16 @@ def test_attention_and_every_second_matrix_product_are_not_computed_again():
         assert torch.equal(statistics, found[False][2])
 
 
-def _compiled_norm_blocks(again, is_compiled):
+def _norm_blocks(again, is_compiled, *, breaks=False):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    net = nn.Sequential(*(NormBlock(None) for _ in range(3)))
+    net = nn.Sequential(*((BrokenBlock if breaks else NormBlock)(None) for _ in range(3)))
     end = apply_checkpointing(
         net, find_checkpointed(net, bool(again)), is_selective=again == "some"
     )
     if is_compiled:
         for block in net:
-            block.compile(backend="aot_eager", fullgraph=True)
+            block.compile(backend="aot_eager", fullgraph=not breaks)
     x = torch.randn(8, 4).requires_grad_()
     for _ in range(2):
         y = x
@@ -407,8 +407,20 @@ def _compiled_norm_blocks(again, is_compiled):
 
 
 def test_compiled_blocks_save_the_same_and_update_their_running_statistics_once():
-    expected, _ = _compiled_norm_blocks(None, False)
+    expected, _ = _norm_blocks(None, False)
     for again in ("all", "some"):
-        found, num_matmuls = _compiled_norm_blocks(again, True)
-        assert num_matmuls == _compiled_norm_blocks(again, False)[1] == 3 * (again == "all")
+        found, num_matmuls = _norm_blocks(again, True)
+        assert num_matmuls == _norm_blocks(again, False)[1] == 3 * (again == "all")
         torch.testing.assert_close(found, expected)
+
+
+class BrokenBlock(NormBlock):
+    def forward(self, x, **arguments):
+        torch._dynamo.graph_break()
+        return super().forward(x, **arguments)
+
+
+def test_compiled_blocks_that_break_their_graph_update_their_running_statistics_once():
+    expected, _ = _norm_blocks(None, False, breaks=True)
+    for again in ("all", "some"):
+        torch.testing.assert_close(_norm_blocks(again, True, breaks=True)[0], expected)
