@@ -338,13 +338,18 @@ def _numbered(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any])
     return {"state": states, "param_groups": groups}
 
 
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a parameter group: neither its parameters nor their names, which torch may add."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
 def _check_divided(
     optimizer: Optimizer, group_of: Mapping[nn.Parameter | None, Mapping[str, Any]]
 ) -> None:
     """Raises if groups with different options would all get those of one saved group."""
     first: dict[int, tuple[int, dict[str, Any]]] = {}
     for index, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key != "params"}
+        options = _options(group)
         for saved in {id(group_of[p]) for p in group["params"] if p in group_of}:
             other, expected = first.setdefault(saved, (index, options))
             if options != expected:
@@ -357,7 +362,7 @@ def _check_divided(
 
 def _one_group(index: int, groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The options of these groups, without params; they must be the same in all groups."""
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    options = [_options(group) for group in groups]
     if any(other != options[0] for other in options[1:]):
         raise ValueError(
             f"parameters of the optimizer's group {index} were saved in several groups with "

@@ -536,6 +536,8 @@ def _float8_config(config: DictConfig) -> DictConfig | None:
     for plugin in plugins if isinstance(plugins, ListConfig) else [plugins]:
         if not isinstance(plugin, DictConfig) or "_target_" not in plugin:
             continue
-        if get_object(plugin["_target_"]) is lightning_zero.Float8Precision:
+        target = str(plugin["_target_"])  # others may be importable only where the job will run
+        is_named = target.endswith(f".{lightning_zero.Float8Precision.__name__}")
+        if is_named and get_object(target) is lightning_zero.Float8Precision:
             return plugin
     return None

@@ -204,6 +204,8 @@ class NonfiniteGuard:
         """Drops the looks at gradients that an exception has dropped; the counts stay. Local."""
         self.skips_step = False
         self._if_continued = self._backward
+        # Backwards since the last round, and their numbers if they continue that step.
+        self._not_agreed: list[tuple[_Backward, _Backward]] = []
         self._looks: list[_Look] = []  # looked at on a device since the last copy
         self._maxima: list[Tensor] = []  # of these: 0-dim, made on the stream of reductions
         self._copies: list[_Copy] = []
@@ -217,6 +219,7 @@ class NonfiniteGuard:
     def begin_at(self, step: int) -> None:
         """Numbers the next step `step`, where a run resumes. Local, before its backward."""
         self._backward = self._if_continued = _Backward(step - 1, -1)
+        self._reported.clear()
 
     def begin(self, *, is_new_step: bool) -> None:
         """Before a backward. Local.
@@ -228,6 +231,7 @@ class NonfiniteGuard:
             self._backward = _Backward(self._backward.step + 1, 0)
         else:
             self._backward = self._backward.following
+        self._not_agreed.append((self._backward, self._if_continued))
 
     @property
     def decides(self) -> bool:
@@ -314,13 +318,15 @@ class NonfiniteGuard:
         The last step is left unless a rank continues it: no rank may skip a step alone.
         """
         continues_step, has_found = map(bool, flags)
-        backward, continued = self._backward, self._if_continued
-        if continues_step:  # what was found in this backward is of that step, too
-            backward.renumber(continued)
+        if continues_step:  # what was found since the last round is of that step, too
+            for backward, continued in self._not_agreed:
+                backward.renumber(continued)
         else:
             self.skips_step = False
-            self._reported = {key for key in self._reported if key[0] >= backward.step - 1}
-        self._if_continued = backward
+            step = self._backward.step
+            self._reported = {key for key in self._reported if key[0] >= step - 1}
+        self._not_agreed.clear()
+        self._if_continued = self._backward
         return has_found
 
     def _has_found(self, *, ends_step: bool) -> bool:

@@ -113,8 +113,8 @@ def no_match_message(
     known = dict.fromkeys([*words, *parameters, *filter(None, modules), *classes])
     near = difflib.get_close_matches(item, known, n=3, cutoff=0.0)
     what, names = (f"parameter or {kind}", "parameters") if parameters else (kind, "modules")
+    nearest = f"The nearest: {', '.join(near)}." if near else "There is none."
     return (
         f"{option} has {item!r}, which matches no {what}, by name or class; write full names, as "
-        f"in named_{names}(), or patterns such as '*.{item.lstrip('*.')}'. The nearest: "
-        f"{', '.join(near)}."
+        f"in named_{names}(), or patterns such as '*.{item.lstrip('*.') or 'head'}'. {nearest}"
     )

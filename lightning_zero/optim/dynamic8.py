@@ -110,11 +110,9 @@ def decode(codes: Tensor, scales: Tensor, *, is_signed: bool) -> Tensor:
 def encode_(values: Tensor, codes: Tensor, scales: Tensor, *, is_signed: bool) -> None:
     """Writes the codes and scales of `values` into tensors as `decode` takes them.
 
-    `values`: float32, contiguous, of the shape of `codes`; overwritten. Infinity becomes the
-    largest number, so that no other element of its block becomes NaN; a NaN makes all of them NaN.
+    `values`: float32, contiguous, of the shape of `codes`; overwritten.
     """
     torch.amax(values.abs() if is_signed else values, 1, out=scales)
-    scales.clamp_(max=torch.finfo(torch.float32).max)
     values.div_(torch.where(scales == 0, 1.0, scales).unsqueeze(1))
     first_bits = (values.view(torch.int32) >> (32 - _TABLE_BITS)).bitwise_and_(2**_TABLE_BITS - 1)
     table = _codes(is_signed, codes.device)
@@ -133,7 +131,6 @@ def _codes(is_signed: bool, device: torch.device) -> Tensor:
     shift = 32 - _TABLE_BITS
     bits = np.arange(2**_TABLE_BITS, dtype=np.uint32) << shift
     middles = (bits + 2 ** (shift - 1)).view(np.float32)
-    middles = np.where(np.isnan(middles), np.copysign(np.inf, middles), middles)
     fractions = _fraction_array(is_signed)
     order = np.argsort(fractions)
     ordered = fractions[order]

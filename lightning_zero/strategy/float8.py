@@ -40,7 +40,8 @@ class Float8Precision(MixedPrecision):
         ModuleNotFoundError: torchao is not installed.
         TypeError: `config` or `exclude` has another type.
         ValueError: `config` has `enable_fsdp_float8_all_gather=True`. At set-up: an item of
-            `exclude` keeps no `nn.Linear`, or a layer has an attribute that `Float8Linear` needs.
+            `exclude` keeps no `nn.Linear`, a layer has an attribute that `Float8Linear` needs, or
+            an earlier run has converted it with another `config` or `exclude`.
     """
 
     def __init__(self, config: Any = None, exclude: Modules = ()) -> None:
@@ -91,6 +92,13 @@ class Float8Precision(MixedPrecision):
         plain = set(vars(sample))
         float8 = convert_to_float8_training(sample, config=self._config)
         added = {name: value for name, value in vars(float8).items() if name not in plain}
+        for path, layer in module.named_modules():
+            is_float8 = isinstance(layer, type(float8))
+            if is_float8 and (layer in excluded or layer.config != float8.config):
+                raise ValueError(
+                    f"{path} is in float8 since an earlier run, with another config or exclude; "
+                    "use a new module, or the same Float8Precision."
+                )
         for path, layer in layers.items():
             if taken := added.keys() & vars(layer).keys():
                 raise ValueError(

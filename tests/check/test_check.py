@@ -153,7 +153,7 @@ def test_wrong_arguments_are_refused_in_one_line(arguments, text, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_child_that_does_not_start_is_named():
+def test_a_child_that_does_not_start_leaves_its_own_error():
     run, _store = ranks.join_ranks(2, on_cpu=True)
     with pytest.raises(Exception, match="pickle"):
         ranks.run_check(run, Check(lambda at: ("", {})), "1")

@@ -423,6 +423,10 @@ def _optimizer_errors(rank, world_size):
         load_optimizer(engine, optimizer, state)
     step(engine, module)
     assert all(float(s["step"]) == 3 for s in optimizer.state.values())
+    for number, group in enumerate(optimizer.param_groups):  # equal options, but for the names
+        group |= {"lr": 0.5, "weight_decay": 0.0, "param_names": [str(number)]}
+    load_optimizer(engine, optimizer, named | {"state": {}})
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0"], ["1"]]
 
 
 def test_a_state_that_does_not_fit_the_optimizer_is_an_error_and_changes_nothing():

@@ -403,6 +403,31 @@ def test_a_rank_that_zeroes_alone_finds_its_nan_in_the_step_of_all():
     assert run_ranks(2, _zero_alone) == 2 * [[(0, 0, 1), (1, 1, 0)]]
 
 
+def _zero_alone_without_a_round(rank, world_size):
+    """As above, but a backward without a round has the NaN."""
+    module, optimizer, engine = engine_for({"stage": 1, "on_nonfinite": "skip"})
+    engine.backward(module(micro_batch(rank, 0, 0)))
+    for parameter in module.parameters() if rank == 0 else ():
+        parameter.grad = None
+    module.blocks[1].poison = (NAN,) if rank == 0 else ()
+    before = states(engine, module, optimizer)
+    with engine.no_sync():
+        engine.backward(module(micro_batch(rank, 0, 1)))
+    module.blocks[1].poison = ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        engine.backward(module(micro_batch(rank, 0, 2)))
+    engine.step()
+    assert_equal(states(engine, module, optimizer), before)
+    found = engine.guard.last_report.found[0]
+    engine.close()
+    return found.step, found.micro_batch
+
+
+def test_a_rank_that_zeroes_alone_finds_its_nan_before_the_round_in_the_step_of_all():
+    assert run_ranks(2, _zero_alone_without_a_round) == 2 * [(0, 1)]
+
+
 def _end(rank, world_size):
     module, _, engine = engine_for({"stage": 1})
     module.blocks[1].poison = (NAN,) if rank == 1 else ()

@@ -61,21 +61,13 @@ def test_codes_are_near_and_of_decoded_values_the_same(is_signed):
         assert torch.equal(decoded == 0, values == 0)
 
 
-def test_a_nan_makes_its_block_nan_and_no_other():
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_a_number_that_is_not_finite_makes_its_block_not_finite_and_no_other(number):
     values = torch.randn(3, BLOCK_NUMEL)
-    values[1, 5] = torch.nan
+    values[1, 5] = number
     decoded = decode(*_coded(values, is_signed=True), is_signed=True)
-    assert decoded[1].isnan().all()
+    assert not decoded[1].isfinite().any()
     assert decoded[[0, 2]].isfinite().all()
-
-
-@pytest.mark.parametrize("sign", [1, -1])
-def test_infinity_is_the_largest_number(sign):
-    values = torch.randn(3, BLOCK_NUMEL)
-    values[1, 5] = sign * torch.inf
-    decoded = decode(*_coded(values, is_signed=True), is_signed=True)
-    assert decoded[1, 5] == sign * torch.finfo(torch.float32).max
-    assert decoded.isfinite().all()
 
 
 def test_large_tensors_have_two_bytes_per_element_and_small_ones_float32():
@@ -255,18 +247,6 @@ def test_a_wrong_option_of_a_group_is_an_error():
         ValueError, match=r"betas must be two numbers in \[0, 1\), got \(1.0, 2.0\)"
     ):
         AdamW8bit([{"params": _parameters(), "betas": (1.0, 2.0)}])
-
-
-@pytest.mark.parametrize("value", [1e30, -1e30, float("inf")])
-def test_an_element_that_overflows_makes_no_other_element_nan(value):
-    parameter = nn.Parameter(torch.ones(8192))
-    optimizer = AdamW8bit([parameter])
-    for step in range(3):
-        parameter.grad = torch.full((8192,), 0.1)
-        parameter.grad[300] = value if step == 0 else 0.1
-        optimizer.step()
-    assert parameter.isnan().nonzero().flatten().tolist() in ([], [300])
-    assert (parameter[:256] < 0.998).all()
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "maximize"])

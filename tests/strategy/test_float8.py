@@ -333,3 +333,12 @@ def test_the_plan_has_the_bytes_of_the_engine():
         for config, tiers in zip(configs, found, strict=True):
             counts = runs.count(config, RankOfGroup(rank, 2, False))
             assert {tier.value: dict(states) for tier, states in counts.held.items()} == tiers
+
+
+def test_a_module_that_was_converted_otherwise_is_an_error():
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    Float8Precision(EMULATED()).convert_module(module)
+    Float8Precision(EMULATED()).convert_module(module)
+    for other in (Float8Precision(EMULATED(), exclude=["1"]), Float8Precision()):
+        with pytest.raises(ValueError, match="is in float8 since an earlier run, with another"):
+            other.convert_module(module)
