@@ -464,6 +464,7 @@ def _peak(rank, world_size, path, num_layers, width):
     """Bytes that loading adds to the memory: peak, and afterwards."""
     module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(num_layers)))
     engine = Engine(module, config=ZeroConfig(stage=3))
+    load_weights(module, path)  # imports modules, and makes caches of Python's
     before = anonymous_bytes()
     seen = [before]
     load = Masters.load
