@@ -194,7 +194,7 @@ class Bucket:
         self._unreadable = unreadable(shapes, plan.dtype, self.device)
 
     def _make_gradients(self, dtype: torch.dtype, offloaded: OffloadedGrad | None) -> None:
-        """Makes the gradients of a run, of which there are none yet."""
+        """Makes empty gradients for a run."""
         self._overlapped = OverlappedStep(self.plan.name, self.comm.recorder)
         main = MainGrad(self.shards, self.shard_specs, dtype, offloaded, self._overlapped)
         self.grads = Gradients(self.parameters, self.plan, self.comm, main)

@@ -561,11 +561,9 @@ class Engine:
                 using them is an error.
 
         Raises:
-            RuntimeError: The last overlapped step failed. The module is unwrapped before.
-            ValueError: A parameter's data was replaced by data of a wrong shape. The module is
-                unwrapped before.
-            RuntimeError: An entry of a state dict was changed in place. The module is unwrapped
-                before.
+            RuntimeError: After unwrapping: the last overlapped step failed, or an entry of a state
+                dict was changed in place.
+            ValueError: After unwrapping: a parameter's data was replaced by one of a wrong shape.
         """
         if self._is_closed:
             return

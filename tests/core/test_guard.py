@@ -374,14 +374,20 @@ def test_gradients_that_are_zeroed_without_a_step_skip_no_later_step(options, sy
     assert found == 2 * [[syncs, False]]
 
 
-def _zero_alone(rank, world_size):
-    """Rank 0 alone drops its gradients in a step that has a NaN then; so has the next step."""
-    module, optimizer, engine = engine_for({"stage": 3, "on_nonfinite": "skip"})
+def _dropped_alone(rank, stage):
+    """Rank 0 alone has dropped its gradients within a step, and will have a NaN."""
+    module, optimizer, engine = engine_for({"stage": stage, "on_nonfinite": "skip"})
     engine.backward(module(micro_batch(rank, 0, 0)))
     for parameter in module.parameters() if rank == 0 else ():
         parameter.grad = None
     module.blocks[1].poison = (NAN,) if rank == 0 else ()
-    before, reports = states(engine, module, optimizer), []
+    return module, optimizer, engine, states(engine, module, optimizer)
+
+
+def _zero_alone(rank, world_size):
+    """The NaN is in that step, and in the next."""
+    module, optimizer, engine, before = _dropped_alone(rank, 3)
+    reports = []
     for step in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -391,10 +397,7 @@ def _zero_alone(rank, world_size):
         assert engine.guard.skips_step
         engine.step()
         engine.zero_grad()
-    if rank == 0:
-        assert_equal(states(engine, module, optimizer), before)
-    else:
-        states(engine, module, optimizer)
+    assert_equal(states(engine, module, optimizer), before)
     engine.close()
     return reports
 
@@ -404,13 +407,8 @@ def test_a_rank_that_zeroes_alone_finds_its_nan_in_the_step_of_all():
 
 
 def _zero_alone_without_a_round(rank, world_size):
-    """As above, but a backward without a round has the NaN."""
-    module, optimizer, engine = engine_for({"stage": 1, "on_nonfinite": "skip"})
-    engine.backward(module(micro_batch(rank, 0, 0)))
-    for parameter in module.parameters() if rank == 0 else ():
-        parameter.grad = None
-    module.blocks[1].poison = (NAN,) if rank == 0 else ()
-    before = states(engine, module, optimizer)
+    """The NaN is in a backward that ends without a round."""
+    module, optimizer, engine, before = _dropped_alone(rank, 1)
     with engine.no_sync():
         engine.backward(module(micro_batch(rank, 0, 1)))
     module.blocks[1].poison = ()
