@@ -727,6 +727,7 @@ def _send_many(rank, world_size):
     watchdog.first_with("a traceback")  # answered by rank 0 after all that is above
     dist.barrier()
     before = len(os.listdir("/proc/self/fd"))
+    dist.barrier()  # stopping closes the connection on the other rank, too
     watchdog._thread.stop()
     num_closed = before - len(os.listdir("/proc/self/fd"))
     return watchdog._thread.exits.by_rank[1].text, watchdog._thread.is_alive(), num_closed
