@@ -22,7 +22,8 @@ from lightning_zero.health.failures import DesynchronizedError
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, run_once
 from tests.support.loops import assert_same_state, batch, build, engine_for
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
