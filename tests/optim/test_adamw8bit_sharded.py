@@ -105,13 +105,17 @@ CASES = [
 ]
 
 
+FEW = [CASES[1], CASES[5], CASES[8]]  # both stages and all tiers
+
+
 @pytest.mark.parametrize(
-    "world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (1, 2, 4))]
+    ("world_size", "cases"),
+    [(3, FEW), *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (1, 2, 3, 4))],
 )
-def test_weights_and_states_have_the_bits_of_one_process(world_size):
+def test_weights_and_states_have_the_bits_of_one_process(world_size, cases):
     references = {repr(sizes): expected(sizes) for sizes in (SIZES, LARGE)}
-    everywhere = run_ranks(world_size, _train, CASES, timeout_s=240)
-    for number, options in enumerate(CASES):
+    everywhere = run_ranks(world_size, _train, cases, timeout_s=240)
+    for number, options in enumerate(cases):
         values, states = references[repr(_sizes_of(options))]
         assert_bits(everywhere[0][number], values, states)
         for of_rank in everywhere[1:]:
@@ -154,10 +158,16 @@ RESUMED = [
 ]
 
 
-def test_what_two_ranks_saved_three_and_two_resume_with_the_same_bits(tmp_path):
+FEW_RESUMED = [RESUMED[2], RESUMED[4], RESUMED[5]]  # each form, stage and tier
+
+
+@pytest.mark.parametrize(
+    "resumed", [FEW_RESUMED, pytest.param(RESUMED, marks=pytest.mark.slow)], ids=["few", "all"]
+)
+def test_what_two_ranks_saved_three_and_two_resume_with_the_same_bits(tmp_path, resumed):
     values, states = expected(num_steps=NUM_STEPS + 2)
     run_ranks(2, _save, str(tmp_path))
-    for world_size, cases in ((3, RESUMED), (2, RESUMED[:1])):
+    for world_size, cases in ((3, resumed), (2, resumed[:1])):
         for found in run_ranks(world_size, _resume, str(tmp_path), cases, timeout_s=240)[0]:
             assert_bits(found, values, states)
     _assert_torch_resumes(torch.load(tmp_path / "full.ckpt"))

@@ -266,6 +266,7 @@ def set_late(net, engine):
     engine.grad_norm()
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_that_are_changed_after_a_step_do_not_reach_it(stage):
     run_ranks(2, _change_late, stage)

@@ -210,6 +210,7 @@ def test_a_folder_without_text_is_named(tmp_path):
         StdlibText(root=str(tmp_path)).setup("fit")
 
 
+@pytest.mark.slow
 def test_a_llama_of_the_example_is_that_of_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
