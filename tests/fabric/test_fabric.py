@@ -98,7 +98,7 @@ def outcomes(strategy, training):
     return [of_rank[training] for of_rank in run_once(2, _train_all, strategy)]
 
 
-@pytest.mark.default_cases("zero1", "zero3")
+@pytest.mark.default_cases("zero3")
 @pytest.mark.shows("Fabric")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
 def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):
