@@ -208,7 +208,7 @@ class StepCoordinator:
         self._state_offload.check(State.PARAM)
         self.first_use.begin_forward()
         for bucket in self._buckets:
-            bucket.sync_writes(reads_all=False)
+            bucket.params.sync_writes(reads_all=False)
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()

@@ -449,8 +449,8 @@ class Engine:
         self.worker.drain()
         for bucket in self.buckets:
             bucket.wait_for_update()
-            bucket.sync_writes()
-            bucket.reshard()
+            bucket.params.sync_writes()
+            bucket.params.reshard()
         self._free_device_memory(chosen)
 
     def _free_device_memory(self, states: Sequence[State]) -> None:
@@ -463,7 +463,7 @@ class Engine:
             self.storage.state_offload.offload(state, memory, pin=on_cuda)
         if State.PARAM in states:
             for bucket in self.buckets:
-                bucket.leave_device()
+                bucket.params.hide_replicated()
         self.comm.free_scratch()
         if on_cuda:
             torch.cuda.empty_cache()  # for another process on this device
@@ -478,7 +478,7 @@ class Engine:
         for state in set(as_states(states)) & set(offloaded.states):
             offloaded.reload(state)
             for bucket in self.buckets if state is State.PARAM else ():
-                bucket.return_to_device()
+                bucket.params.restore_data_pointers()
 
     # ---------------------------------------------------------------- runs, and the end
 
@@ -589,7 +589,7 @@ class Engine:
         self._end_checkpointing()
         self._hooks.detach()
         for bucket in reversed(self.buckets):
-            failure = bucket.try_to_reshard() or failure
+            failure = bucket.params.try_to_reshard() or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)

@@ -477,7 +477,7 @@ def _put_wrong_data(rank, world_size):
         assert engine.coordinator.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
-        assert engine.buckets[0].unsharded_params.aliases(module[0].weight.data)
+        assert engine.buckets[0].params.unsharded.aliases(module[0].weight.data)
     engine.close()
 
 
@@ -551,7 +551,7 @@ def _fail_with_wrong_data(rank, world_size):
         with pytest.warns(UserWarning, match=r"after an exception: .*0\.weight"):
             engine.ensure_run()
         assert engine.coordinator.training_state is TrainingState.IDLE
-        assert not any(bucket.is_unsharded for bucket in engine.buckets)
+        assert not any(bucket.params.is_unsharded for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()
         engine.zero_grad()
