@@ -142,7 +142,7 @@ class Step:
         is_unsharded = unit.is_unsharded
         if not is_unsharded:  # inside a transform, ranks cannot agree
             unit.buckets[0].params.check_outside_transform()
-        if not order.is_in_pass:
+        if order.current is None:
             self._begin_pass()
         is_again = order.allows_uneven_calls and not torch.is_grad_enabled()
         order.mark_used(unit.index, may_repeat=is_again and not is_unsharded)

@@ -229,7 +229,10 @@ class Prefetcher:
         """Unshards the next units of the schedule, as far as the settings allow. Collective."""
         order, unsharded = self._order, self._unsharded
         ahead = sum([unit.numel for unit in self.unclaimed]) if self.unclaimed else 0
-        while self._is_on and (index := order.next_unit) is not None:
+        while self._is_on and order.current is not None:
+            index = order.current.next_unit
+            if index is None:
+                break
             unit = self._units[index]
             ahead += unit.numel
             if unit in unsharded:
@@ -249,6 +252,7 @@ class Prefetcher:
 
     def _read_ahead(self) -> None:
         """Starts to read shards from files, as far ahead as there are buffers."""
-        for index in self._order.upcoming():
+        current = self._order.current
+        for index in current.upcoming_units() if current is not None else ():
             if not all(bucket.params.read_ahead() for bucket in self._units[index].buckets):
                 return

@@ -615,7 +615,8 @@ def _want_some(rank, world_size, stage):
         assert found == [False, False, True, False, False, True, False, False]
         for p, q in ((module[1].weight, plain[1].weight), (module[2].bias, plain[2].bias)):
             torch.testing.assert_close(full_grad(p), q.grad)
-        assert not any(b.is_unsharded for b in engine.buckets if b.shards_params)
+        params = [bucket.params for bucket in engine.buckets]
+        assert not any(own.is_unsharded for own in params if own.are_sharded)
         engine.zero_grad()
         plain.zero_grad()
         assert not any(unit.stays_unsharded for unit in engine.coordinator.units[1:])

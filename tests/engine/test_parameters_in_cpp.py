@@ -674,7 +674,7 @@ def _data_in_vmap(rank, world_size):
         weight.data = torch.full_like(weight.data, 2.0)
         return x
 
-    engine.buckets[-1].unshard()  # as a prefetch does
+    engine.buckets[-1].params.unshard()  # as a prefetch does
     torch.vmap(read_and_set)(torch.ones(2))
     engine.close()
     return weight.detach().unique().tolist()
