@@ -228,7 +228,7 @@ class Bucket:
         except RuntimeError as error:
             failure = RuntimeError(f"{error}; some of its parameters may have been stepped.")
         self.params.drop_in_flight()
-        self.params.is_saved_for_backward = False
+        self.params.keep_for_backward(False)
         self.shards.stop_reading()
         self.grads.close()
         self._make_gradients(self.grads.main.dtype, self.grads.main.offloaded)

@@ -99,7 +99,7 @@ class Lockstep:
 
     def _update_order(self) -> None:
         """Allows uneven calls if this engine is in a loop or step of them."""
-        self.order.allows_uneven_calls = self.is_in_loop or self._depth > 0
+        self.order.allow_uneven_calls(self.is_in_loop or self._depth > 0)
 
     def set_stop_request(self, stop_request: Callable[[], int | None]) -> None:
         """As `StepCoordinator.set_stop_request`."""

@@ -100,7 +100,7 @@ class CollectiveOrder:
             counts.
 
     Attributes:
-        allows_uneven_calls: Whether ranks may leave one after the other; the same on every rank.
+        allows_uneven_calls: Whether ranks may leave one after the other.
         current: The open pass; None: none is open.
     """
 
@@ -131,6 +131,10 @@ class CollectiveOrder:
         self._ended: Pass | None = None  # until the result of a boundary is known
         self._flags_hash: int | None = None
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
+
+    def allow_uneven_calls(self, is_allowed: bool) -> None:
+        """Sets `allows_uneven_calls`; the same on every rank. Local."""
+        self.allows_uneven_calls = is_allowed
 
     # ---------------------------------------------------------------- passes
 

@@ -180,6 +180,10 @@ class Params:
         self._set_phase(Phase.UNSHARDED)
         self._writes.watch()
 
+    def keep_for_backward(self, is_kept: bool) -> None:
+        """Sets `is_saved_for_backward`: a graph is built, or backward has traversed the graphs."""
+        self.is_saved_for_backward = is_kept
+
     # ---------------------------------------------------------------- reshard
 
     def reshard(self) -> None:

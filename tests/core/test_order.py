@@ -253,11 +253,11 @@ class Rank:
 
     def evaluate(self, passes):
         """A loop with any number of forwards."""
-        self.order.allows_uneven_calls = True
+        self.order.allow_uneven_calls(True)
         for units in passes:
             self.evaluate_once(units)
         self.order.serve_until(RequestKind.LEFT, "the end of the loop")
-        self.order.allows_uneven_calls = False
+        self.order.allow_uneven_calls(False)
 
 
 MODES = ["same", "drop", "shuffled", "rare", "twice", "repeated"]

@@ -90,7 +90,7 @@ def test_training_passes_that_only_some_ranks_make_do_not_count_as_the_last_one(
         for _ in range(3):
             one.step(range(NUM_UNITS))
             one.change()
-        one.order.allows_uneven_calls = True
+        one.order.allow_uneven_calls(True)
         for _ in range(2 * rank):  # with gradients, as forces need them; rank 0 serves rank 1
             one.order.begin("a forward and its backward", [True])
             for unit in range(3):
@@ -98,7 +98,7 @@ def test_training_passes_that_only_some_ranks_make_do_not_count_as_the_last_one(
                 one.unsharded.discard(unit)
             one.unsharded.clear()
         one.order.serve_until(RequestKind.LEFT, "the end of the loop")
-        one.order.allows_uneven_calls = False
+        one.order.allow_uneven_calls(False)
         for _ in range(3):
             before = one.control_plane.num_awaited
             one.step(range(NUM_UNITS))
