@@ -10,6 +10,7 @@
     exits         how the processes of other ranks have ended
     runs          failures, and whether a run follows, as all ranks read them in the log
     waits         waits that engines announce, and what this process does meanwhile
+    meetings      points to which all ranks come, over the log
     reports       status of every rank, reported after a long wait
 
 Begin with `watchdog`, which explains why a wait ends if a rank does not come. If a rank ends, or

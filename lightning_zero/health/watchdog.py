@@ -10,6 +10,7 @@
     here        process id of a rank
     end, dead   the process of a rank has ended
     long, report, status, deadlock      long waits (reports.py)
+    meet, met   all ranks come to one point (meetings.py)
 
 A watchdog depends neither on its main thread, which may hang in a collective, nor on the
 process groups. After a failure it closes the connections of its own rank, so that every wait on
