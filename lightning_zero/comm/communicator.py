@@ -132,7 +132,7 @@ class Communicator:
         except BaseException as error:
             watchdog.abort(error)
             raise
-        watchdog.add_failure_callback(self._disconnect)
+        watchdog.failure_callbacks.add(self._disconnect)
         try:
             if check is not None:
                 check(self.control)
@@ -390,7 +390,7 @@ class Communicator:
         self.control.open()
         self._open_axes()
         self._is_disconnected = False
-        self._watchdog.add_failure_callback(self._disconnect)
+        self._watchdog.failure_callbacks.add(self._disconnect)
         return True
 
     def _disconnect(self) -> None:
@@ -426,7 +426,7 @@ class Communicator:
             self._watchdog.finish()
 
     def _close_groups(self) -> None:
-        self._watchdog.remove_failure_callback(self._disconnect)
+        self._watchdog.failure_callbacks.remove(self._disconnect)
         self._close_data()
         self.control.close()
 
