@@ -65,8 +65,6 @@ class Communicator:
         check: Called on the control plane before any group is made that depends on settings; it
             raises on every rank or on none.
         watchdog: Reports failures of other ranks; None: the communicator makes its own.
-        before_collective: Called with the name of a collective on request before it is issued, so
-            that all ranks issue it together.
 
     Raises:
         PeerFailedError: A rank has failed meanwhile.
@@ -90,7 +88,6 @@ class Communicator:
         separates_gathers: bool = False,
         check: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
-        before_collective: Callable[[str], object] = lambda name: None,
     ) -> None:
         _check_world()
         if watchdog is not None:
@@ -101,7 +98,7 @@ class Communicator:
         self._owns_watchdog = watchdog is None
         self.recorder = Recorder(device, self.rank, self.size)
         self._separates_gathers = separates_gathers
-        self._before_collective = before_collective
+        self._before_collective: Callable[[str], object] = lambda name: None
         self._timeout = timeout
         self._group: Any = None  # the data plane's group of all ranks
         self._axis_groups: list[Any] = []  # the others, in order of destruction
@@ -112,9 +109,7 @@ class Communicator:
         if has_world():
             allow_connections(self.size)
         if watchdog is None:
-            watchdog = Watchdog(rank=self.rank, size=self.size)
-            end = weakref.finalize(self, watchdog.stop)
-            end.atexit = False  # the watchdog ends itself with the process
+            watchdog = _own_watchdog(self)
         self._watchdog = watchdog
         try:
             self._group = new_group(watchdog, timeout)
@@ -178,11 +173,9 @@ class Communicator:
                 memory; or a function that fills a 1-D tensor with it, on any stream.
         """
         filled = None if source is None else self._backend.fill(buffer, source, name)
-        return self._all_gather(buffer, name, None, filled)
-
-    def _all_gather(self, buffer: Tensor, name: str, *args: Any) -> Pending:
         sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, *args)
+        issue = self._backend.all_gather
+        return self._issue(Kind.ALL_GATHER, name, sent, issue, buffer, None, filled)
 
     def all_gather_shards(
         self, shard: Tensor, name: str = "", split_sizes: SplitSizes = None
@@ -200,7 +193,9 @@ class Communicator:
         buffer[start : start + shard.numel()].copy_(shard.detach())
         itemsize = shard.dtype.itemsize  # bytes, because backends do not send every dtype
         in_bytes = None if len(set(sizes)) == 1 else [itemsize * numel for numel in sizes]
-        self._all_gather(buffer.view(torch.uint8), name, in_bytes).wait()
+        sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
+        issue, flat = self._backend.all_gather, buffer.view(torch.uint8)
+        self._issue(Kind.ALL_GATHER, name, sent, issue, flat, in_bytes).wait()
         return buffer
 
     def reduce_scatter(
@@ -306,8 +301,15 @@ class Communicator:
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
+    def set_before_collective(self, announce: Callable[[str], object]) -> None:
+        """Sets the function that is called with the name of a collective on request. Local.
+
+        It is called before the collective is issued, and has all ranks issue it together.
+        """
+        self._before_collective = announce
+
     def announce(self, name: str) -> None:
-        """Calls `before_collective` if there are other ranks. Collective."""
+        """Has all ranks issue collective `name` together, if there are others. Collective."""
         if self._group is not None and self.size > 1:
             self._before_collective(name)
 
@@ -340,12 +342,16 @@ class Communicator:
     def begin_run(self, deadline: timedelta) -> bool:
         """Makes new process groups after `abort`, once every rank calls this.
 
+        Args:
+            deadline: For all ranks to call; or the timeout of collectives, if that is less.
+
         Returns:
             Whether all ranks called in time. If not, no collective is possible any more.
         """
         if self.size == 1 or self.control.is_simulated:
             self._backend.wait_for_all()
             return True
+        deadline = min(deadline, self._timeout or deadline)
         if not self.control.is_open or not self._watchdog.begin_run(deadline):
             return False
         self._disconnect()  # data in flight arrives no more
@@ -432,6 +438,14 @@ def _check_world() -> None:
             "each rank would train alone; call torch.distributed.init_process_group() before "
             "Engine(...)."
         )
+
+
+def _own_watchdog(owner: Communicator) -> Watchdog:
+    """Makes a watchdog that stops when `owner` is freed."""
+    watchdog = Watchdog(rank=owner.rank, size=owner.size)
+    end = weakref.finalize(owner, watchdog.stop)
+    end.atexit = False  # the watchdog ends itself with the process
+    return watchdog
 
 
 def allow_connections(size: int) -> None:
