@@ -1,6 +1,6 @@
 """How an engine begins: its arguments are checked, compared between the ranks, and planned with.
 
-Then the parameters are wrapped.
+Then its storage is opened, and its parameters are wrapped.
 
 A rank whose arguments cannot be used takes part in the comparison, so that no rank waits for it.
 """
