@@ -138,7 +138,7 @@ FAULTS = {
         Communicator, "discard", _nothing, "stage 3, device, fp32, failures in groups", "FREE"
     ),
     "a loss scaler's copies are not waited for": Fault(
-        *(Communicator, "wait_for_cpu_copies", _nothing),
+        *(streams, "wait_for_current", _nothing),
         *("stage 3, cpu optimizer, fp16, clip", "RACE"),
     ),
     "nothing is prefetched": Fault(Prefetcher, "prefetch", _nothing, _S3, "OVERLAP"),
