@@ -42,7 +42,10 @@ def _param(cell):
     return pytest.param(cell, marks=() if cell in SAMPLE else pytest.mark.slow, id=str(cell))
 
 
-@pytest.mark.default_cases("exception-mid_forward-2workers-zero3-popen-rank1-of2")
+@pytest.mark.default_cases(
+    "exception-mid_forward-2workers-zero3-popen-rank1-of2",
+    "SIGKILL-backward-0workers-zero1-popen-rank1-of2",
+)
 @pytest.mark.parametrize("cell", list(map(_param, [*CELLS, *ON_FOUR])))
 def test_a_fault_on_one_rank_ends_the_job_and_is_named(cell, fault_server, tmp_path):
     report = run_cell(cell, fault_server, tmp_path)
