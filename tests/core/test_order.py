@@ -307,7 +307,7 @@ def run(size, seed, mode, kind=CollectiveOrder, *, num_steps=12, has_barriers=Fa
 
 @pytest.mark.parametrize("num", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_rank_hangs_whatever_branches_ranks_take(num):
-    @settings(deadline=None, max_examples=num, derandomize=True)
+    @settings(max_examples=num, derandomize=True)
     @given(st.integers(1, 5), st.integers(0, 10**6), st.sampled_from(MODES), st.booleans())
     def take(size, seed, mode, has_barriers):
         run(size, seed, mode, has_barriers=has_barriers)
