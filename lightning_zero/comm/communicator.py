@@ -396,13 +396,13 @@ class Communicator:
 
     def _close_groups(self) -> None:
         self._watchdog.failure_callbacks.remove(self._disconnect)
+        self.control.close()
         self._backend, self._replicas = Backend(), None
         for group in filter(None, (*self._axis_groups, self._group)):
             # An NCCL group that was disconnected is destroyed already.
             if dist.is_initialized() and not (self._is_disconnected and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
         self._group, self._axis_groups = None, []
-        self.control.close()
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         self.announce(name)

@@ -216,12 +216,10 @@ class GlooControlPlane:
 
     def disconnect(self) -> None:
         """Unblocks all waiters of this rank. Local, from any thread."""
-        group = self._group
-        if group is not None:
-            disconnect_groups([group])
+        groups = [self._group]
         if self.watchdog.is_unrecoverable:  # else a session in progress may finish
-            for channel in self._channels:
-                channel.disconnect()
+            groups += [channel.group for channel in self._channels]
+        disconnect_groups(group for group in groups if group is not None)
 
     def close(self) -> None:
         """Destroys the process groups. Local: ranks may close at different times."""
@@ -374,7 +372,7 @@ class Channel:
     def __init__(self, rank: int, size: int, group: Any | None) -> None:
         self.rank = rank
         self.size = size
-        self._group = group
+        self.group = group
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -400,19 +398,13 @@ class Channel:
             self._destroy()
             self._lock.release()
 
-    def disconnect(self) -> None:
-        """Unblocks all waiters of this rank. From any thread."""
-        group = self._group
-        if group is not None:
-            disconnect_groups([group])
-
     def gather(self, value: _T) -> list[_T] | None:
         """Returns every rank's value, by rank, on rank 0; None on the other ranks."""
         if self.size == 1:
             return [value]
         box: list[Any] | None = [None] * self.size if self.rank == 0 else None
         with self._closing_on_failure():
-            dist.gather_object(value, box, group=self._group, group_dst=0)
+            dist.gather_object(value, box, group=self.group, group_dst=0)
         return box
 
     def broadcast(self, value: Any) -> Any:
@@ -421,7 +413,7 @@ class Channel:
             return value
         box = [value]
         with self._closing_on_failure():
-            dist.broadcast_object_list(box, group=self._group, group_src=0)
+            dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def all_gather(self, value: _T) -> list[_T]:
@@ -430,12 +422,12 @@ class Channel:
             return [value]
         box: list[Any] = [None] * self.size
         with self._closing_on_failure():
-            dist.all_gather_object(box, value, group=self._group)
+            dist.all_gather_object(box, value, group=self.group)
         return box
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
-        if self._group is None:
+        if self.group is None:
             raise RuntimeError(
                 "the channel between ranks was closed by an earlier exception on some rank; the "
                 "ranks cannot exchange anything through it any more."
@@ -448,6 +440,6 @@ class Channel:
             raise
 
     def _destroy(self) -> None:
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)

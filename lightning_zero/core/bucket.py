@@ -185,7 +185,7 @@ class Bucket:
         """
         self.shards.count_write()
         if self.plan.stage.all_gathers_after_step:
-            self.params.all_gather_update()
+            self.params.publish()
 
     def sync_aliases(self) -> None:
         """After a step: if users hold views, waits until these have all new values."""
@@ -228,7 +228,7 @@ class Bucket:
         except RuntimeError as error:
             failure = RuntimeError(f"{error}; some of its parameters may have been stepped.")
         self.params.drop_in_flight()
-        self.params.keep_for_backward(False)
+        self.params.set_saved_for_backward(False)
         self.shards.stop_reading()
         self.grads.close()
         self._make_gradients(self.grads.main.dtype, self.grads.main.offloaded)

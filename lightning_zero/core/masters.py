@@ -26,7 +26,8 @@ class Masters:
     Args:
         params: The parameters of the bucket; writes to them are synced first.
         shards: Their shards.
-        worker: The thread that may step buckets: all of its steps come first.
+        worker: The thread that may step buckets: all of its steps, and their all-gathers, come
+            first, also on the current stream.
     """
 
     def __init__(self, params: Params, shards: Shards, worker: StepWorker) -> None:

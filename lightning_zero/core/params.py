@@ -134,7 +134,7 @@ class Params:
         """
         if self.is_unsharded:
             self.wait_for_unshard()
-            self._all_gather().wait()
+            self._issue().wait()
             return
         if self._step.is_running:
             self._step.finish()
@@ -145,16 +145,16 @@ class Params:
 
     def all_gather(self) -> Pending:
         """Issues the all-gather of this rank's shard, from where it is stored."""
-        return self._all_gather(self._shards.all_gather_source())
+        return self._issue(self._shards.all_gather_source())
 
-    def _all_gather(self, source: Source | None = None) -> Pending:
+    def _issue(self, source: Source | None = None) -> Pending:
         """Issues an all-gather of `source`; None: of this rank's part of the unsharded buffer."""
         shards = self._shards
         return shards.comm.all_gather(self.unsharded.tensor, shards.plan.name, source=source)
 
-    def all_gather_update(self) -> None:
+    def publish(self) -> None:
         """Issues the all-gather of replicated parameters, of which this rank has stepped a part."""
-        self._pending = self._all_gather()
+        self._pending = self._issue()
 
     def mark_in_flight(self) -> None:
         """Guards the parameters until an all-gather, which is issued now or later."""
@@ -180,9 +180,9 @@ class Params:
         self._set_phase(Phase.UNSHARDED)
         self._writes.watch()
 
-    def keep_for_backward(self, is_kept: bool) -> None:
+    def set_saved_for_backward(self, is_saved: bool) -> None:
         """Sets `is_saved_for_backward`: a graph is built, or backward has traversed the graphs."""
-        self.is_saved_for_backward = is_kept
+        self.is_saved_for_backward = is_saved
 
     # ---------------------------------------------------------------- reshard
 
@@ -244,10 +244,15 @@ class Params:
     def hide_replicated(self) -> None:
         """As `hide` while tiers/state_offload.py keeps the memory of replicated parameters free.
 
-        Until `restore_data_pointers`; sharded parameters are guarded anyway.
+        Sharded parameters are guarded anyway.
         """
         if not self.are_sharded:
             self.hide()
+
+    def show_replicated(self) -> None:
+        """Undoes `hide_replicated`, once the memory has its values again."""
+        if not self.are_sharded:
+            self.restore_data_pointers()
 
     def restore_data_pointers(self) -> None:
         """Points the parameters at the tensors of the current phase again."""

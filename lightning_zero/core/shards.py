@@ -1,7 +1,7 @@
 """Shards of one bucket on this rank between uses: parameters, master, optimizer states.
 
 For the tensors, see [Note: Tensors of a bucket] in bucket.py. Each shard has a store in its tier.
-`Bucket` decides when a shard is used; this module knows where it is stored.
+This module knows where a shard is stored; `Params`, `Masters` and `Bucket` decide when it is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Shards:
     """
 
     def __init__(
-        self, plan: BucketPlan, unsharded_params: FlatBuffer, storage: Storage, comm: Communicator
+        self, plan: BucketPlan, unsharded: FlatBuffer, storage: Storage, comm: Communicator
     ) -> None:
         self.plan = plan
         self.storage = storage
@@ -62,7 +62,7 @@ class Shards:
         rank = comm.mesh.shard_rank
         # Whether an all-gather first copies the shard to the device.
         self._is_uploaded = storage.has_device_memory and plan.tiers.param is Tier.CPU
-        self._unsharded_params = unsharded_params
+        self._unsharded = unsharded
         self.has_separate_master = plan.master.is_separate
         self.layout = plan.layout.of_rank(rank, is_replicated=self.replicates_optim)
         self.step_layout: ShardLayout | OwnedLayout = self.layout
@@ -96,7 +96,7 @@ class Shards:
     @property
     def own_slice(self) -> Tensor:
         """The own elements of the unsharded parameters: 1-D, a view."""
-        return self.own_slice_of(self._unsharded_params)
+        return self.own_slice_of(self._unsharded)
 
     @property
     def num_views(self) -> int:
@@ -184,7 +184,7 @@ class Shards:
     def drop(self) -> None:
         """Drops all shards: the parameters have tensors of their own again. Local."""
         self.all_gather_input = self.master = None
-        self.param_shard = MemoryShardStore(self._unsharded_params.tensor.new_empty(0), Tier.DEVICE)
+        self.param_shard = MemoryShardStore(self._unsharded.tensor.new_empty(0), Tier.DEVICE)
 
     def store_master(self, values: Tensor) -> None:
         """Writes this rank's elements, 1-D in any floating dtype; the parameters follow."""

@@ -172,13 +172,13 @@ class Unit:
         """A forward uses the parameters: with gradients, its graph may hold views of them."""
         if torch.is_grad_enabled():
             for bucket in self.buckets:
-                bucket.params.keep_for_backward(True)
+                bucket.params.set_saved_for_backward(True)
 
     def end_graphs(self, *, is_retained: bool = False) -> None:
         """Backward has traversed the graphs, and needs the parameters again only if retained."""
         for bucket in self.buckets:
             if bucket.params.is_saved_for_backward is not is_retained:
-                bucket.params.keep_for_backward(is_retained)
+                bucket.params.set_saved_for_backward(is_retained)
 
     def is_aliased_by(self, values: Sequence[Any]) -> bool:
         """Whether one of `values` is a view of unsharded parameters, whose memory is freed."""

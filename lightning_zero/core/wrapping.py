@@ -49,17 +49,17 @@ class _Unfinished:
 def full_precision_copy(
     plan: BucketPlan,
     parameters: Sequence[nn.Parameter],
-    unsharded_params: FlatBuffer,
+    unsharded: FlatBuffer,
     filled: FlatBuffer | None,
 ) -> FlatBuffer:
-    """The parameters in their own precision; `unsharded_params` itself if it suffices.
+    """The parameters in their own precision; `unsharded` itself if it suffices.
 
     `filled`: buffer in which some of the parameters are stored already.
     """
     dtype = promoted_dtype(plan.dtype, [parameter.dtype for parameter in parameters])
-    copied = unsharded_params
+    copied = unsharded
     if dtype != plan.dtype:
-        copied = filled or FlatBuffer(plan.layout, dtype, unsharded_params.tensor.device)
+        copied = filled or FlatBuffer(plan.layout, dtype, unsharded.tensor.device)
     for view, parameter in zip(copied.views, parameters, strict=True):
         if view.data_ptr() != parameter.data_ptr():
             view.copy_(parameter.data)

@@ -101,7 +101,7 @@ class UserWrites:
     Args:
         parameters: The parameters, by slot.
         orig_dtypes: Dtypes of the parameters before the engine wrapped them, by slot.
-        unsharded_params: Their unsharded buffer.
+        unsharded: Their unsharded buffer.
         shards: Stores of this rank's shards.
 
     Attributes:
@@ -115,13 +115,13 @@ class UserWrites:
         self,
         parameters: Sequence[nn.Parameter],
         orig_dtypes: Sequence[torch.dtype],
-        unsharded_params: FlatBuffer,
+        unsharded: FlatBuffer,
         shards: Shards,
     ) -> None:
         self.data_shards: WeakValueDictionary[int, DetachableShard] = WeakValueDictionary()
         self._parameters = parameters
         self._orig_dtypes = orig_dtypes
-        self._unsharded_params = unsharded_params
+        self._unsharded = unsharded
         self._shards = shards
         self.data_read: set[int] = set()
         self._versions: list[int] = []  # version counters when the parameters were last in sync
@@ -210,7 +210,7 @@ class UserWrites:
 
     def _suspects(self) -> set[int]:
         """Slots that may have been written since the last `watch`."""
-        if self._unsharded_params.has_arrays:
+        if self._unsharded.has_arrays:
             return set(range(len(self._parameters)))
         return self.counted() | self.data_read
 
@@ -219,7 +219,7 @@ class UserWrites:
 
         A write that torch has not counted is found only in the elements of this rank.
         """
-        found = {*replaced(self._parameters, self._unsharded_params.views), *self.counted()}
+        found = {*replaced(self._parameters, self._unsharded.views), *self.counted()}
         for index in set(range(len(self._parameters))) - found:
             if self._differs(index, self._own_part(index)):
                 found.add(index)
@@ -243,7 +243,7 @@ class UserWrites:
             ValueError: Replaced data has another shape or dtype; the parameter then has its own
                 again.
         """
-        assigned, error = replaced(self._parameters, self._unsharded_params.views), None
+        assigned, error = replaced(self._parameters, self._unsharded.views), None
         if assigned:
             error = self._sync_assigned(assigned)
         if suspects := self._suspects():
@@ -257,7 +257,7 @@ class UserWrites:
 
     def _own_part(self, index: int) -> Tensor:
         own = self._shards.owned(index)
-        return self._unsharded_params.views[index].reshape(-1)[own.start : own.stop]
+        return self._unsharded.views[index].reshape(-1)[own.start : own.stop]
 
     def _sync_assigned(self, slots: list[int]) -> ValueError | None:
         """Copies assigned `.data` into the unsharded buffer and the shards.
@@ -266,7 +266,7 @@ class UserWrites:
         point at the buffer then, including those with data of another shape or dtype; returns the
         error about the first of these.
         """
-        buffer = self._unsharded_params
+        buffer = self._unsharded
         values = {index: data_of(self._parameters[index]) for index in slots}
         self._keep_master(buffer.replace_memory())
         self._shards.rebind_to_unsharded()

@@ -56,7 +56,7 @@ __all__ = [
     "open_storage",
     "open_together",
     "plan_together",
-    "wrap_parameters",
+    "make_buckets",
 ]
 
 
@@ -295,7 +295,7 @@ def open_storage(
         return storage
 
 
-def wrap_parameters(
+def make_buckets(
     module: nn.Module, plan: Plan, shared: BucketResources
 ) -> tuple[list[Unit], list[Bucket]]:
     """Wraps the parameters, with their values, in units and buckets in layout order. Collective."""

@@ -36,10 +36,10 @@ from lightning_zero.core.unit import Unit
 from lightning_zero.engine.beginning import (
     EngineParts,
     average_gradients,
+    make_buckets,
     open_storage,
     open_together,
     plan_together,
-    wrap_parameters,
 )
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.held import lose_held, unshard_held
@@ -146,7 +146,7 @@ class Engine:
             undo.callback(self._end_checkpointing)
             queue = GradQueue(self.storage)
             shared = BucketResources(self.comm, queue, self.worker, self.live_tensors)
-            units, self.buckets = wrap_parameters(module, self.plan, shared)
+            units, self.buckets = make_buckets(module, self.plan, shared)
             self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
             undo.callback(self.lose, "the engine was not built")
             self._hooks = Hooks(module, self.buckets, self.coordinator)
@@ -376,8 +376,8 @@ class Engine:
 
         Raises:
             ValueError: Another state is named.
-            RuntimeError: A forward has no backward yet, a state is offloaded already, or ranks name
-                other states.
+            RuntimeError: A forward has no backward yet, a context holds parameters, a state is
+                offloaded already, or ranks name other states.
         """
         chosen = as_states(states)
         kinds = ", ".join(repr(state.value) for state in chosen)
@@ -385,6 +385,11 @@ class Engine:
         state = self.coordinator.training_state
         if state is not TrainingState.IDLE:
             raise RuntimeError(f"offload_states() was called {state.value}, not between steps.")
+        if any(bucket.params.num_pins for bucket in self.buckets):
+            raise RuntimeError(
+                "offload_states() was called inside a context that holds parameters, "
+                "such as lightning_zero.gathered; leave it first."
+            )
         if chosen:
             self.storage.state_offload.check(*chosen)
         self.worker.drain()
@@ -419,7 +424,7 @@ class Engine:
         for state in set(as_states(states)) & set(offloaded.states):
             offloaded.reload(state)
             for bucket in self.buckets if state is State.PARAM else ():
-                bucket.params.restore_data_pointers()
+                bucket.params.show_replicated()
 
     # ---------------------------------------------------------------- runs, and the end
 

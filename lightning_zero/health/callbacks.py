@@ -14,7 +14,8 @@ __all__ = ["FailureCallbacks"]
 class FailureCallbacks:
     """Callbacks of one watchdog. Each must end every wait that it knows of.
 
-    They run in a thread: an abort of NCCL takes seconds, in which entries of the log arrive.
+    They run in a thread: an abort of NCCL takes seconds, in which entries of the log arrive. So do
+    other actions that end waits, after them.
 
     Args:
         lock: The caller of `call` holds it.

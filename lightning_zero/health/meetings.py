@@ -25,7 +25,7 @@ class Meetings:
         self._come: dict[str, set[int]] = {}  # by meeting, ranks that have come; on rank 0
         self._over: set[str] = set()  # meetings to which all ranks have come
 
-    def next(self) -> str:
+    def begin(self) -> str:
         """Begins the next meeting, and returns its name, which is the same on every rank."""
         self._num_begun += 1
         return str(self._num_begun)

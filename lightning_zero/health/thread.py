@@ -196,7 +196,7 @@ class WatchThread(threading.Thread):
 
     def meet(self) -> str:
         """Comes to the next meeting of all ranks, and returns its name. See `has_met`."""
-        meeting = self._meetings.next()
+        meeting = self._meetings.begin()
         self.send({"kind": "meet", "meeting": meeting})
         return meeting
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_zero import full_state_dict, save_checkpoint
+from lightning_zero import full_state_dict, gathered, save_checkpoint
 from lightning_zero.layout.stage import State
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
@@ -162,6 +162,13 @@ def _misuse(rank, world_size, stage, path):
     engine.reload_states()
     with pytest.raises(ValueError, match="'weights'"):
         engine.offload_states("weights")
+    for writeback in (False, True):
+        with gathered(module, writeback=writeback):
+            held = [parameter.clone() for parameter in module.parameters()]
+            with pytest.raises(RuntimeError, match=r"a context that holds parameters.*leave it"):
+                engine.offload_states("parameters")
+            engine.reload_states()
+            assert all(map(torch.equal, held, module.parameters()))
     loss = module(ids)
     with pytest.raises(RuntimeError, match="not between steps"):
         engine.offload_states()
