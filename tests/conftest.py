@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.support import features
 from tests.support.cells import mark_slow_cases
@@ -34,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     features.pytest_configure(config)
     config.stash[_BEGIN_S] = time.monotonic()
+    settings.register_profile("busy machine", deadline=None)
+    settings.load_profile("busy machine")
     os.environ["COLUMNS"] = "120"  # tables are as in a file; pytest-xdist sets 80
 
 

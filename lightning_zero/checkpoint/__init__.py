@@ -18,7 +18,9 @@ Imports the engine and all packages below it, and the reader of DeepSpeed's chec
     hugging_face      Hugging Face's format
     newest            finds the newest checkpoint in a folder
     storage           files and directories, local or at addresses such as s3://bucket/run
-    atomic            local ones, and SHA256SUMS of a directory
+    atomic            atomic replacement of local ones
+    new_file          local files that are on the disk when they are closed, and errors of disks
+    checksums         SHA256SUMS of a directory
     export            converts one format into another, for the command line
 
 Begin with `states`.

@@ -17,40 +17,30 @@ saver's own target.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
-import io
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
-from lightning_zero.layout.foreign_names import check_inside, printable
+from lightning_zero.checkpoint.checksums import CHECKSUMS, write_checksums
+from lightning_zero.checkpoint.new_file import create, explain_os_errors, name_path_in_errors
 from lightning_zero.tiers.disk import machine
 
 __all__ = [
-    "CHECKSUMS",
-    "DISK_FULL_ERRNOS",
     "StagedDirectory",
     "atomic_write",
-    "create",
     "delete_leftovers",
-    "explain_os_errors",
-    "file_digest",
     "file_identity",
-    "find_listed_damage",
-    "full_disk_error",
     "make_folder",
-    "name_path_in_errors",
     "recover",
     "remove",
     "temporary_path",
-    "write_checksums",
 ]
 
 _MAX_NAME_BYTES = 200  # file systems allow 255
@@ -58,13 +48,6 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.zero-(?:incomplete|replaced|removed|lo
 _ABANDONED_S = 24 * 3600.0
 _NUM_TRIES = 100
 _PAUSE_S = 0.02
-_BLOCK_BYTES = 1 << 20
-_SYNC_BYTES = 1 << 26
-_SYNC_FILE_RANGE_WRITE = 2
-_GIB = 1024**3
-CHECKSUMS = "SHA256SUMS"
-_CHECKSUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")  # a line
-DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNSUPPORTED_ERRNOS = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP}
 _TARGET_EXISTS_ERRNOS = {errno.ENOTEMPTY, errno.EEXIST, errno.EISDIR, errno.ENOTDIR}
 
@@ -350,129 +333,3 @@ def atomic_write(path: Path, nbytes: int) -> Iterator[BinaryIO]:
         with create(temporary, nbytes) as file:
             yield file
         _replace(path)
-
-
-@contextlib.contextmanager
-def create(path: Path, nbytes: int) -> Iterator[BinaryIO]:
-    """Opens a new file of about `nbytes`, which is on the disk when the block ends."""
-    with _NewFile(io.FileIO(path, "x"), _BLOCK_BYTES) as file:
-        _reserve(file, nbytes)
-        yield cast(BinaryIO, file)
-        file.truncate(file.tell())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-class _NewFile(io.BufferedWriter):
-    """A new file that goes to the disk while it is written; or all would wait for the last sync."""
-
-    _started = 0  # bytes
-
-    def write(self, data: Any) -> int:
-        written = super().write(data)
-        if self.tell() - self._started >= _SYNC_BYTES:
-            self._started = self.tell()
-            _call_linux("sync_file_range", self, 0, 0, _SYNC_FILE_RANGE_WRITE)
-        return written
-
-
-def _reserve(file: io.BufferedWriter, nbytes: int) -> None:
-    # Not posix_fallocate: without support of the file system it writes to every block.
-    if nbytes and (number := _call_linux("fallocate", file, 0, 0, nbytes)) in DISK_FULL_ERRNOS:
-        raise OSError(number, os.strerror(number))
-
-
-def _call_linux(name: str, file: io.BufferedWriter, *arguments: int) -> int:
-    """Error of a function of Linux's C library for a file; 0 on success or another system."""
-    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
-    has_failed = function is not None and function(file.fileno(), *map(ctypes.c_int64, arguments))
-    return ctypes.get_errno() if has_failed else 0
-
-
-# --------------------------------------------------------------------------------------- checksums
-
-
-def write_checksums(folder: Path, names: Iterable[str]) -> None:
-    """Writes `SHA256SUMS` for these files of `folder`; `sha256sum -c SHA256SUMS` reads it, too."""
-    text = "".join(f"{file_digest(folder / name)}  {name}\n" for name in sorted(names)).encode()
-    with create(folder / CHECKSUMS, len(text)) as file:
-        file.write(text)
-
-
-def find_listed_damage(folder: Any, *, rank: int = 0, world_size: int = 1) -> list[str]:
-    """Verifies this rank's share of `SHA256SUMS` in a folder, local or remote.
-
-    Returns:
-        One line for each file that is missing or damaged.
-    """
-    sums = folder / CHECKSUMS
-    try:
-        lines = sums.read_text(encoding="utf-8").splitlines() if sums.is_file() else []
-    except UnicodeDecodeError as error:
-        return [f"{CHECKSUMS} is not a text file ({error})"]
-    damage = []
-    for number, line in list(enumerate(lines, start=1))[rank::world_size]:
-        match = _CHECKSUM.fullmatch(line)
-        if not match:
-            damage.append(f"line {number} of {CHECKSUMS} is not a checksum")
-            continue
-        digest, name = match.groups()
-        try:
-            file = folder / check_inside(name)
-        except ValueError as error:
-            damage.append(f"line {number} of {CHECKSUMS}: {error}")
-            continue
-        if not file.is_file():
-            damage.append(f"{printable(name)} is missing")
-        elif file_digest(file) != digest:
-            size = file.stat().st_size
-            damage.append(
-                f"{printable(name)} ({size} bytes) differs from its checksum in {CHECKSUMS}"
-            )
-    return damage
-
-
-def file_digest(path: Any) -> str:
-    """SHA-256 of a file, local or remote, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-# ------------------------------------------------------------------------------------------ errors
-
-
-@contextlib.contextmanager
-def explain_os_errors(path: Any, nbytes: int) -> Iterator[None]:
-    """Names `path` in every OSError, and on a full local disk also the bytes needed and free."""
-    try:
-        with name_path_in_errors(path):
-            yield
-    except OSError as error:
-        if error.errno not in DISK_FULL_ERRNOS or not isinstance(path, Path):
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise full_disk_error(path, nbytes, free, error.errno) from error
-
-
-@contextlib.contextmanager
-def name_path_in_errors(path: object) -> Iterator[None]:
-    """Names `path` in an OSError without a file name, such as those of writing and syncing."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None or str(path) in str(error):
-            raise
-        number, why = error.errno or errno.EIO, error.strerror or str(error)
-        raise OSError(number, why, str(path)) from error
-
-
-def full_disk_error(path: object, nbytes: int, free: int, number: int = errno.ENOSPC) -> OSError:
-    return OSError(
-        number,
-        f"{path} was not written: it needs {nbytes} bytes ({nbytes / _GIB:.2f} GiB) and {free} "
-        f"bytes ({free / _GIB:.2f} GiB) are free ({os.strerror(number)}); free some space or "
-        "choose another folder. The previous file or directory is unchanged.",
-    )

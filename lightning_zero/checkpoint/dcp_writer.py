@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from lightning_zero.checkpoint.atomic import (
+from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
+from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
+from lightning_zero.checkpoint.dcp_reader import META_FILE
+from lightning_zero.checkpoint.new_file import (
     DISK_FULL_ERRNOS,
     full_disk_error,
     name_path_in_errors,
 )
-from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from lightning_zero.checkpoint.dcp_metadata import METADATA, gc_paused
-from lightning_zero.checkpoint.dcp_reader import META_FILE
 from lightning_zero.checkpoint.save_record import (
     ALIGNMENT,
     RECORD,

@@ -154,7 +154,7 @@ def write_sharded(
     checkpoint: dict[str, Any], path: str | os.PathLike[str], comm: Communicator
 ) -> None:
     """Writes a checkpoint with shards as a directory. Collective."""
-    channel = comm.open_channel()
+    channel = comm.control.open_channel()
     check_shared(path, channel.size)
     try:
         with channel.session():

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.checkpoint.atomic import explain_os_errors
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.checkpoint.hugging_face import (
@@ -28,6 +27,7 @@ from lightning_zero.checkpoint.hugging_face import (
     split_by_size,
     write_safetensors,
 )
+from lightning_zero.checkpoint.new_file import explain_os_errors
 from lightning_zero.checkpoint.source import tensor_identity, total_nbytes
 from lightning_zero.checkpoint.storage import CheckpointPath, stage, write_bytes
 from lightning_zero.checkpoint.torch_file import Progress, write_torch_file

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_zero.checkpoint.atomic import file_digest
+from lightning_zero.checkpoint.checksums import file_digest
 from lightning_zero.checkpoint.storage import CheckpointPath, Ranges, open_checked
 from lightning_zero.checkpoint.torch_file import NUM_THREADS
 from lightning_zero.layout.foreign_names import printable

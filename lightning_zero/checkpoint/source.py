@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.checkpoint import dcp_reader, hugging_face, torch_file
-from lightning_zero.checkpoint.atomic import CHECKSUMS, find_listed_damage
+from lightning_zero.checkpoint.checksums import CHECKSUMS, find_listed_damage
 from lightning_zero.checkpoint.dcp_reader import METADATA, is_sharded, open_sharded
 from lightning_zero.checkpoint.hugging_face import has_weights, open_directory, open_safetensors
 from lightning_zero.checkpoint.states import MASTERS_KEY, METADATA_KEY, RANK_STATES_KEY

@@ -41,13 +41,10 @@ from fsspec.core import url_to_fs
 from fsspec.registry import known_implementations
 from fsspec.utils import get_protocol
 
-from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.atomic import (
-    CHECKSUMS,
-    StagedDirectory,
-    file_identity,
-    name_path_in_errors,
-)
+from lightning_zero.checkpoint import atomic, new_file
+from lightning_zero.checkpoint.atomic import StagedDirectory, file_identity
+from lightning_zero.checkpoint.checksums import CHECKSUMS
+from lightning_zero.checkpoint.new_file import name_path_in_errors
 
 __all__ = [
     "ByteRange",
@@ -524,7 +521,7 @@ def create(path: CheckpointPath, nbytes: int) -> contextlib.AbstractContextManag
     """Opens a new file of a `Staging`, which is stored completely when the block ends."""
     if isinstance(path, RemotePath):
         return path.atomic_write(nbytes)
-    return atomic.create(path, nbytes)
+    return new_file.create(path, nbytes)
 
 
 def write_bytes(path: CheckpointPath, data: bytes | memoryview) -> None:

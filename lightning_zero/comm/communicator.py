@@ -34,8 +34,8 @@ from lightning_zero.comm.backends import (
     Unfilled,
     backend_for,
 )
-from lightning_zero.comm.control import Channel, GlooControlPlane
-from lightning_zero.comm.world import split_world
+from lightning_zero.comm.control import GlooControlPlane
+from lightning_zero.comm.world import new_group, split_world
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import (
     disconnect_groups,
@@ -43,7 +43,6 @@ from lightning_zero.health.world import (
     world_size,
 )
 from lightning_zero.layout.mesh import Mesh
-from lightning_zero.record import streams
 from lightning_zero.record.recorder import Mark, Pending, Recorder
 from lightning_zero.record.spans import Kind
 
@@ -66,8 +65,6 @@ class Communicator:
         check: Called on the control plane before any group is made that depends on settings; it
             raises on every rank or on none.
         watchdog: Reports failures of other ranks; None: the communicator makes its own.
-        before_collective: Called with the name of a collective on request before it is issued, so
-            that all ranks issue it together.
 
     Raises:
         PeerFailedError: A rank has failed meanwhile.
@@ -91,15 +88,8 @@ class Communicator:
         separates_gathers: bool = False,
         check: Callable[[GlooControlPlane], None] | None = None,
         watchdog: Watchdog | None = None,
-        before_collective: Callable[[str], object] = lambda name: None,
     ) -> None:
-        launched = int(os.environ.get("WORLD_SIZE", "1"))
-        if not has_world() and launched > 1:
-            raise RuntimeError(
-                f"{launched} ranks were launched (WORLD_SIZE), but there is no process group, so "
-                "each rank would train alone; call torch.distributed.init_process_group() before "
-                "Engine(...)."
-            )
+        _check_world()
         if watchdog is not None:
             watchdog.raise_if_failed()
         self.rank = dist.get_rank() if has_world() else 0
@@ -108,31 +98,28 @@ class Communicator:
         self._owns_watchdog = watchdog is None
         self.recorder = Recorder(device, self.rank, self.size)
         self._separates_gathers = separates_gathers
-        self._before_collective = before_collective
+        self._before_collective: Callable[[str], object] = lambda name: None
         self._timeout = timeout
         self._group: Any = None  # the data plane's group of all ranks
-        self._groups: list[Any] = []  # `_group`, shard and replica groups, in order of destruction
+        self._axis_groups: list[Any] = []  # the others, in order of destruction
         self._backend = Backend()  # along the shard axis
         self._replicas: Backend | None = None  # along the replica axis
         self._is_disconnected = False  # no collective is possible
         self._discarded: list[Pending] = []
-        self._channels: list[Channel] = []
         if has_world():
             allow_connections(self.size)
         if watchdog is None:
-            watchdog = Watchdog(rank=self.rank, size=self.size)
-            end = weakref.finalize(self, watchdog.stop)
-            end.atexit = False  # the watchdog ends itself with the process
+            watchdog = _own_watchdog(self)
         self._watchdog = watchdog
         try:
-            self._open_group()
+            self._group = new_group(watchdog, timeout)
             self.control = GlooControlPlane(
                 self.recorder, watchdog, rank=self.rank, size=self.size, timeout=timeout
             )
         except BaseException as error:
             watchdog.abort(error)
             raise
-        watchdog.add_failure_callback(self._disconnect)
+        watchdog.failure_callbacks.add(self._disconnect)
         try:
             if check is not None:
                 check(self.control)
@@ -148,13 +135,6 @@ class Communicator:
         if isinstance(self._backend, GlooBackend):
             self._backend.scratch.clear()
 
-    def _open_group(self) -> None:
-        """Makes the group of all ranks. Collective."""
-        if has_world():
-            make = partial(dist.new_group, timeout=self._timeout)
-            self._group = self._watchdog.run("a process group", make, self._timeout)
-            self._groups = [self._group]
-
     def _open_axes(self) -> None:
         """Makes shard groups and replica groups, in one order on all ranks. Collective."""
         mesh, shard = self.mesh, self._group
@@ -168,8 +148,8 @@ class Communicator:
             if mesh.num_replicas > 1:
                 replica = split(mesh.replica_groups())
                 self._replicas = self._make_backend(replica, mesh.replica_rank, mesh.num_replicas)
-            made = [g for g in (gather, shard, replica) if g not in (None, self._group)]
-            self._groups = [*made, self._group]
+            made = (gather, shard, replica)
+            self._axis_groups = [g for g in made if g not in (None, self._group)]
         self._backend = self._make_backend(shard, mesh.shard_rank, mesh.num_shards, gather)
 
     def _make_backend(self, group: Any, rank: int, size: int, gather_group: Any = None) -> Backend:
@@ -193,11 +173,9 @@ class Communicator:
                 memory; or a function that fills a 1-D tensor with it, on any stream.
         """
         filled = None if source is None else self._backend.fill(buffer, source, name)
-        return self._all_gather(buffer, name, None, filled)
-
-    def _all_gather(self, buffer: Tensor, name: str, *args: Any) -> Pending:
         sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
-        return self._issue(Kind.ALL_GATHER, name, sent, self._backend.all_gather, buffer, *args)
+        issue = self._backend.all_gather
+        return self._issue(Kind.ALL_GATHER, name, sent, issue, buffer, None, filled)
 
     def all_gather_shards(
         self, shard: Tensor, name: str = "", split_sizes: SplitSizes = None
@@ -215,7 +193,9 @@ class Communicator:
         buffer[start : start + shard.numel()].copy_(shard.detach())
         itemsize = shard.dtype.itemsize  # bytes, because backends do not send every dtype
         in_bytes = None if len(set(sizes)) == 1 else [itemsize * numel for numel in sizes]
-        self._all_gather(buffer.view(torch.uint8), name, in_bytes).wait()
+        sent = _bytes_sent(buffer.nbytes, self.mesh.num_shards)
+        issue, flat = self._backend.all_gather, buffer.view(torch.uint8)
+        self._issue(Kind.ALL_GATHER, name, sent, issue, flat, in_bytes).wait()
         return buffer
 
     def reduce_scatter(
@@ -321,15 +301,17 @@ class Communicator:
         highest, has_nan = self._all_reduce_small(both, dist.ReduceOp.MAX, name).unbind()
         return tensor.copy_(highest.masked_fill(has_nan.bool(), torch.nan))
 
+    def set_before_collective(self, announce: Callable[[str], object]) -> None:
+        """Sets the function that is called with the name of a collective on request. Local.
+
+        It is called before the collective is issued, and has all ranks issue it together.
+        """
+        self._before_collective = announce
+
     def announce(self, name: str) -> None:
-        """Calls `before_collective` if there are other ranks. Collective."""
+        """Has all ranks issue collective `name` together, if there are others. Collective."""
         if self._group is not None and self.size > 1:
             self._before_collective(name)
-
-    def wait_for_cpu_copies(self) -> None:
-        """Waits until the copies to the CPU on the current stream are done. Local."""
-        if self.device.type == "cuda":
-            streams.current(self.device).synchronize()
 
     def broadcast_(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to every rank, in place, and waits."""
@@ -337,20 +319,6 @@ class Communicator:
             with self.control.waiting(f"a broadcast of rank {source}", is_one_way=True):
                 dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
-
-    def open_channel(self) -> Channel:
-        """Returns a new channel, for messages of a background thread.
-
-        `close` closes it, and so does a death.
-        """
-        group = None
-        if self.control.is_open and self.size > 1:
-            make = partial(dist.new_group, timeout=self._timeout, backend="gloo")
-            group = self._watchdog.run("a process group", make, self._timeout)
-        channel = Channel(self.rank, self.size, group)
-        self._channels = [other for other in self._channels if other.is_open]
-        self._channels.append(channel)
-        return channel
 
     @contextmanager
     def closed_on_error(self) -> Iterator[None]:
@@ -374,35 +342,36 @@ class Communicator:
     def begin_run(self, deadline: timedelta) -> bool:
         """Makes new process groups after `abort`, once every rank calls this.
 
+        Args:
+            deadline: For all ranks to call; or the timeout of collectives, if that is less.
+
         Returns:
             Whether all ranks called in time. If not, no collective is possible any more.
         """
         if self.size == 1 or self.control.is_simulated:
             self._backend.wait_for_all()
             return True
+        deadline = min(deadline, self._timeout or deadline)
         if not self.control.is_open or not self._watchdog.begin_run(deadline):
             return False
         self._disconnect()  # data in flight arrives no more
         self._backend.wait_for_all()
         self._close_groups()
         self._discarded.clear()
-        self._open_group()
+        self._group = new_group(self._watchdog, self._timeout)
         self.control.open()
         self._open_axes()
         self._is_disconnected = False
-        self._watchdog.add_failure_callback(self._disconnect)
+        self._watchdog.failure_callbacks.add(self._disconnect)
         return True
 
     def _disconnect(self) -> None:
         """Unblocks all waiters of this rank. From any thread."""
         self._is_disconnected = True
-        actions = [self.control.disconnect]
-        if self._watchdog.is_unrecoverable:  # else a session in progress may finish
-            actions += [channel.disconnect for channel in self._channels]
-        actions.append(partial(disconnect_groups, self._groups))
-        for action in actions:
+        groups = filter(None, (*self._axis_groups, self._group))
+        for disconnect in (self.control.disconnect, partial(disconnect_groups, groups)):
             with suppress(RuntimeError, ValueError):  # the group has been destroyed
-                action()
+                disconnect()
 
     def wait_for_uploads(self, is_from_cpu: bool) -> None:
         """Waits for all-gathers' copies from CPU memory, before that memory is overwritten."""
@@ -426,19 +395,14 @@ class Communicator:
             self._watchdog.finish()
 
     def _close_groups(self) -> None:
-        self._watchdog.remove_failure_callback(self._disconnect)
-        self._close_data()
-        self.control.close()
-
-    def _close_data(self) -> None:
-        for channel in self._channels:
-            channel.close()
+        self._watchdog.failure_callbacks.remove(self._disconnect)
         self._backend, self._replicas = Backend(), None
-        for group in self._groups:
+        for group in filter(None, (*self._axis_groups, self._group)):
             # An NCCL group that was disconnected is destroyed already.
             if dist.is_initialized() and not (self._is_disconnected and self.device.type == "cuda"):
                 dist.destroy_process_group(group)
-        self._group, self._groups = None, []
+        self._group, self._axis_groups = None, []
+        self.control.close()
 
     def _all_reduce_small(self, tensor: Tensor, op: Any, name: str) -> Tensor:
         self.announce(name)
@@ -463,6 +427,25 @@ class _HostPending:
     def wait(self) -> None:
         with self.waiting():
             self.pending.wait()
+
+
+def _check_world() -> None:
+    """Raises a RuntimeError if several ranks were launched, without a process group."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if not has_world() and launched > 1:
+        raise RuntimeError(
+            f"{launched} ranks were launched (WORLD_SIZE), but there is no process group, so "
+            "each rank would train alone; call torch.distributed.init_process_group() before "
+            "Engine(...)."
+        )
+
+
+def _own_watchdog(owner: Communicator) -> Watchdog:
+    """Makes a watchdog that stops when `owner` is freed."""
+    watchdog = Watchdog(rank=owner.rank, size=owner.size)
+    end = weakref.finalize(owner, watchdog.stop)
+    end.atexit = False  # the watchdog ends itself with the process
+    return watchdog
 
 
 def allow_connections(size: int) -> None:

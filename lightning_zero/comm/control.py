@@ -25,12 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm.world import new_group
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import disconnect_groups, end_at_exit, has_world
 from lightning_zero.record.recorder import Recorder
@@ -79,6 +79,7 @@ class GlooControlPlane:
         self._recorder = recorder
         self._timeout = timeout
         self._group: Any = None
+        self._channels: list[Channel] = []
         self.is_simulated = False
         self._width = 0
         self.open()
@@ -89,8 +90,7 @@ class GlooControlPlane:
             # The fake backend simulates N ranks in one process; gloo would wait for the others.
             self.is_simulated = dist.get_backend() == "fake"
             backend = "fake" if self.is_simulated else "gloo"
-            make = partial(dist.new_group, timeout=self._timeout, backend=backend)
-            self._group = self.watchdog.run("a process group", make, self._timeout)
+            self._group = new_group(self.watchdog, self._timeout, backend)
         group = None if self._is_alone else self._group
         self._rounds = Rounds(group, rank=self.rank, size=self.size)
         self._rounds.reserve(self._width)
@@ -193,6 +193,19 @@ class GlooControlPlane:
         """As `run_round`, but does not wait; the caller waits for the result in `waiting`."""
         return self._rounds.begin(numbers, mask, check)
 
+    # ---------------------------------------------------------------- channels
+
+    def open_channel(self) -> Channel:
+        """Returns a new channel, for messages of a background thread.
+
+        `close` closes it, and so does a death.
+        """
+        group = None if self._is_alone else new_group(self.watchdog, self._timeout, "gloo")
+        channel = Channel(self.rank, self.size, group)
+        self._channels = [other for other in self._channels if other.is_open]
+        self._channels.append(channel)
+        return channel
+
     # ---------------------------------------------------------------- failure
 
     def abort_waits(self, error: Exception) -> None:
@@ -206,9 +219,14 @@ class GlooControlPlane:
         group = self._group
         if group is not None:
             disconnect_groups([group])
+        if self.watchdog.is_unrecoverable:  # else a session in progress may finish
+            for channel in self._channels:
+                channel.disconnect()
 
     def close(self) -> None:
-        """Destroys the process group. Local: ranks may close at different times."""
+        """Destroys the process groups. Local: ranks may close at different times."""
+        for channel in self._channels:
+            channel.close()
         group, self._group = self._group, None
         self._rounds.close()
         if group is not None and dist.is_initialized():
@@ -350,7 +368,7 @@ class Channel:
     It has a gloo group of its own. Every method that sends is collective: every rank, same order,
     one thread at a time (`session`). If a rank dies, or an exception is raised while sending, the
     channel closes on all ranks: no rank waits longer than the group's timeout. Work that may fail
-    goes through `run_on_all_ranks`. Made by `Communicator.open_channel`.
+    goes through `run_on_all_ranks`. Made by `GlooControlPlane.open_channel`.
     """
 
     def __init__(self, rank: int, size: int, group: Any | None) -> None:

@@ -18,7 +18,14 @@ import torch.distributed as dist
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.health.world import has_world, is_nccl
 
-__all__ = ["broadcast_object", "close_group", "gather_objects", "split_world", "wait_for_world"]
+__all__ = [
+    "broadcast_object",
+    "close_group",
+    "gather_objects",
+    "new_group",
+    "split_world",
+    "wait_for_world",
+]
 
 _T = TypeVar("_T")
 
@@ -28,6 +35,17 @@ def wait_for_world(device: torch.device) -> None:
     if has_world():
         on_nccl = is_nccl(dist.get_backend())
         dist.barrier(device_ids=[device.index] if on_nccl else None)
+
+
+def new_group(watchdog: Watchdog, timeout: timedelta | None, backend: str | None = None) -> Any:
+    """Returns a new group of all ranks; None without a process group. Collective.
+
+    `backend`: None: that of WORLD.
+    """
+    if not has_world():
+        return None
+    make = partial(dist.new_group, timeout=timeout, backend=backend)
+    return watchdog.run("a process group", make, timeout)
 
 
 def split_world(

@@ -11,7 +11,8 @@ Imports record, layout, tensors, health, comm and tiers.
     reducer        `Reducer`: which buckets a backward reduces, and the means at its end
     hooks          hooks of modules and autograd, which call `Step`
     first_use      waits of modules for the all-gathers after a step, in stages 1 and 2
-    bucket         `Bucket`: parameters that are communicated together, and what happens when
+    bucket         `Bucket`: parameters that are communicated together, and their step
+    params         `Params`: what the parameters of a bucket point at; unshard and reshard
     wrapping       parameters as a bucket wraps and unwraps them
     shards         stores of a bucket's shards on this rank
     optim_states   optimizer states of a bucket: the elements of this rank, and files
@@ -32,7 +33,7 @@ Imports record, layout, tensors, health, comm and tiers.
     mixed_dtypes   explanation of errors that follow from the cast to `param_dtype`
     step_worker    the thread that steps while the next forward runs
 
-Begin with the notes at the top of core/step.py and core/order.py, then read `bucket`.
+Begin with the notes at the top of core/step.py and core/order.py, then read `bucket` and `params`.
 
 "Collective" is a call after which every rank has issued the same events, not always at one time.
 A *replica* is a group of ranks that holds all shards, where `sharding_group_size` makes several;

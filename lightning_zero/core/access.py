@@ -54,7 +54,7 @@ def gathered(
     with ExitStack() as stack:
         if writeback:
             buckets = [
-                access.bucket for access in accesses if not access.bucket.has_views_installed
+                access.bucket for access in accesses if not access.bucket.params.has_views_installed
             ]
             stack.enter_context(_writable(buckets, from_rank))
         else:
@@ -65,7 +65,8 @@ def gathered(
 @contextmanager
 def _reading(accesses: Sequence[BucketAccess]) -> Iterator[None]:
     """Unshards the buckets; raises on all ranks if one of them was written to. Collective."""
-    watched = [access for access in accesses if not access.bucket.num_pins]  # by this context
+    # By this context: an outer one that pins them finds its own writes.
+    watched = [access for access in accesses if not access.bucket.params.num_pins]
     with ExitStack() as stack:
         for access in accesses:
             stack.enter_context(access.reading())
@@ -189,14 +190,14 @@ class _WritableBucket:
         self._full = full = bucket.masters.all_gather()
         self._data: list[Tensor] = []  # of the parameters at the end
         self._written: set[int] = set()
-        bucket.install_views(full.views)
+        bucket.params.install_views(full.views)
 
     def uninstall_views(self) -> None:
         pairs = zip(map(data_of, self._bucket.parameters), self._full.views, strict=True)
         # Copies: assigned data may be the memory of another of these parameters.
         self._data = [data if is_same_memory(data, view) else data.clone() for data, view in pairs]
         self._written = self._bucket.writes.counted()
-        self._bucket.uninstall_views()
+        self._bucket.params.uninstall_views()
 
     def changes(self) -> dict[str, _Digest]:
         """Digests of the parameters that this rank has changed, by name."""

@@ -15,8 +15,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.core.bucket import Bucket, Phase
+from lightning_zero.core.bucket import Bucket
 from lightning_zero.core.lockstep import Lockstep
+from lightning_zero.core.params import Phase
 from lightning_zero.core.writes import own_elements
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import (
@@ -70,10 +71,10 @@ class BucketAccess:
         """Guard of the parameters: a torch function is applied to parameter `name`."""
         self.lockstep.ensure_run()
         self.bucket.shards.storage.state_offload.check(State.PARAM)
-        if self.bucket.shards_params:
+        if self.bucket.params.are_sharded:
             self._unshard_out_of_order(self.bucket, name)
         else:
-            self.bucket.wait_for_unshard()
+            self.bucket.params.wait_for_unshard()
 
     def _set_grad(self, index: int, grad: Tensor) -> None:
         self.bucket.grads.param_grads.assign(index, grad)
@@ -94,9 +95,9 @@ class BucketAccess:
         bucket = self.bucket
         bucket.shards.storage.state_offload.check(State.PARAM)
         self.wait_for_update()
-        bucket.reshard()
-        bucket.wait_for_unshard()  # inside a transform of torch.func, which does not reshard
-        if bucket.phase is Phase.SHARDED:
+        bucket.params.reshard()
+        bucket.params.wait_for_unshard()  # inside a transform of torch.func, which does not reshard
+        if bucket.params.phase is Phase.SHARDED:
             values = bucket.shards.master_view(index)
             shard = bucket.writes.data_shards.get(index)
             if shard is None:
@@ -108,9 +109,9 @@ class BucketAccess:
         """Lets `write` change this rank's elements of `sharded_data` in place."""
         bucket = self.bucket
         self.wait_for_update()
-        bucket.reshard()
+        bucket.params.reshard()
         name = bucket.plan.layout.slots[index].name
-        if bucket.phase is not Phase.SHARDED:
+        if bucket.params.phase is not Phase.SHARDED:
             raise RuntimeError(
                 f"parameter.data of {name} was read while it was sharded, and the parameter is "
                 "unsharded now; read parameter.data again."
@@ -134,7 +135,7 @@ class BucketAccess:
             RuntimeError: The parameter is needed by a backward.
         """
         bucket = self.bucket
-        bucket.reshard()  # a prefetched parameter is unsharded again
+        bucket.params.reshard()  # a prefetched parameter is unsharded again
         slot, spec = bucket.plan.layout.slots[index], bucket.shard_specs[index]
         if isinstance(values, GuardedParameter):
             values = values.data
@@ -143,15 +144,15 @@ class BucketAccess:
         if isinstance(values, ShardedTensor) and tuple(values.shape) == slot.shape:
             if values.is_view_of(bucket.writes.data_shards.get(index)):
                 return  # unchanged
-            is_own = bucket.phase is Phase.SHARDED and spec.matches(values.spec)
+            is_own = bucket.params.phase is Phase.SHARDED and spec.matches(values.spec)
             values = values.local if is_own else values.full_tensor()
-        if bucket.phase is Phase.UNSHARDING:  # inside a transform of torch.func
-            bucket.wait_for_unshard()
+        if bucket.params.phase is Phase.UNSHARDING:  # inside a transform of torch.func
+            bucket.params.wait_for_unshard()
             bucket.parameters[index].data = values  # synced by `reshard`
             return
         own = own_elements(values, slot, bucket.shards.owned(index))
         num_known = bucket.shards.num_views
-        if bucket.is_saved_for_backward and bucket.unsharded_params.num_holders(num_known):
+        if bucket.params.is_saved_for_backward and bucket.params.unsharded.num_holders(num_known):
             raise RuntimeError(
                 f"parameter.data of {slot.name} was set between a forward and its backward, which "
                 "needs the values that the forward used. Set it before the forward or after the "
@@ -189,37 +190,37 @@ class BucketAccess:
     def reading(self) -> Iterator[None]:
         """Context of `gathered` in which the parameters are unsharded, for reading. Collective."""
         bucket = self.bucket
-        if bucket.has_views_installed:
+        if bucket.params.has_views_installed:
             yield  # an outer context has installed views, for writing
             return
         bucket.wait_for_all_steps()
-        was_unsharded = bucket.is_unsharded
-        if bucket.shards_params:
-            bucket.unshard()
-        bucket.wait_for_unshard()
-        if bucket.num_pins:  # by an outer context, which finds writes
+        was_unsharded = bucket.params.is_unsharded
+        if bucket.params.are_sharded:
+            bucket.params.unshard()
+        bucket.params.wait_for_unshard()
+        if bucket.params.num_pins:  # by an outer context, which finds writes
             yield
             return
-        bucket.sync_writes()
+        bucket.params.sync_writes()
         bucket.writes.watch()
-        bucket.pin()
+        bucket.params.pin()
         is_kept = False
         try:
             yield
             is_kept = True
         finally:
-            bucket.unpin()
+            bucket.params.unpin()
             if not is_kept:
-                bucket.discard_unsharded()
+                bucket.params.discard_unsharded()
             elif not was_unsharded:
-                bucket.reshard()
+                bucket.params.reshard()
 
     def check_unchanged(self) -> None:
         """Raises if this rank finds a write to a parameter inside `reading`. Local."""
         bucket = self.bucket
         bucket.wait_for_all_steps()
         for index in bucket.writes.changed():
-            outcome = "is dropped" if bucket.shards_params else "stays on this rank"
+            outcome = "is dropped" if bucket.params.are_sharded else "stays on this rank"
             raise RuntimeError(
                 f"parameter {bucket.plan.layout.slots[index].name} was changed inside "
                 "lightning_zero.gathered(...), which is for reading; use gathered(..., "

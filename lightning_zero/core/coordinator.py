@@ -203,12 +203,12 @@ class StepCoordinator:
     def prepare(self, *, copies_buffers: bool = True) -> None:
         """The other collectives before the first forward after a step. Collective."""
         self.ensure_run()
-        if copies_buffers and self.shared.is_due:
+        if copies_buffers and self.shared.is_due and self.step.order.current is not None:
             self.step.order.wait_for_begin()  # else other ranks might still request an all-gather
         self._state_offload.check(State.PARAM)
         self.first_use.begin_forward()
         for bucket in self._buckets:
-            bucket.sync_writes(reads_all=False)
+            bucket.params.sync_writes(reads_all=False)
             bucket.free_zeroed()
         if copies_buffers:
             self.shared.refresh()

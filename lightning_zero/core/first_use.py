@@ -28,7 +28,8 @@ import torch
 from torch import nn
 from torch.jit import ScriptModule
 
-from lightning_zero.core.bucket import Bucket, Phase
+from lightning_zero.core.bucket import Bucket
+from lightning_zero.core.params import Phase
 from lightning_zero.tensors.freed import read_error
 
 __all__ = ["FirstUse"]
@@ -94,14 +95,14 @@ class FirstUse:
                 if any(own.get(name) is not parameter for name, parameter in held):
                     self._replaced.add(part)
             for bucket in self._waits.get(part, ()):
-                if bucket.phase is Phase.UNSHARDING:
-                    bucket.wait_for_unshard()
+                if bucket.params.phase is Phase.UNSHARDING:
+                    bucket.params.wait_for_unshard()
 
         return hook
 
     def begin_forward(self) -> None:
         """Begins a forward of the root, which waits for its buckets."""
-        self._is_recording |= any(b.phase is Phase.UNSHARDING for b in self._buckets)
+        self._is_recording |= any(b.params.phase is Phase.UNSHARDING for b in self._buckets)
         if not self._has_forward:
             self._called.clear()
             self._replaced.clear()
@@ -110,7 +111,7 @@ class FirstUse:
     def wait_as_root(self) -> None:
         """Waits for what the root waits for."""
         for bucket in self._waits.get(self._root, ()):
-            bucket.wait_for_unshard()
+            bucket.params.wait_for_unshard()
 
     def end_forward(self) -> None:
         """Ends a forward of the root without an exception."""
@@ -129,9 +130,9 @@ class FirstUse:
 
     def begin_backward(self) -> None:
         """Waits for all replicated parameters."""
-        self._late = [bucket for bucket in self._buckets if bucket.phase is Phase.UNSHARDING]
+        self._late = [bucket for bucket in self._buckets if bucket.params.phase is Phase.UNSHARDING]
         for bucket in self._buckets:
-            bucket.wait_for_unshard()
+            bucket.params.wait_for_unshard()
 
     def end_backward(self) -> None:
         """Ends a backward, whose gradients show which parameters its forwards have used.

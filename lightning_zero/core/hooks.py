@@ -322,12 +322,12 @@ def _check_can_copy(module: nn.Module) -> None:
             continue
         placement = placement_of(parameter)
         bucket = bucket_of(placement)
-        if bucket.shards_params and not bucket.is_unsharded:
+        if bucket.params.are_sharded and not bucket.params.is_unsharded:
             raise RuntimeError(
                 f"a scripted module with parameter {placement.name}, which is sharded, cannot be "
                 "copied; copy it inside `with lightning_zero.gathered(module):`."
             )
-        bucket.wait_for_unshard()
+        bucket.params.wait_for_unshard()
 
 
 def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
@@ -352,7 +352,7 @@ def _fill_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) ->
         dtype = bucket.orig_dtypes[placement.index]
         if isinstance(value, ShardedTensor):
             copied = value.full_copy("state_dict", dtype)
-        elif bucket.shards_params and not bucket.has_views_installed:
+        elif bucket.params.are_sharded and not bucket.params.has_views_installed:
             copied = value.to("cpu", copy=True)
         else:
             continue

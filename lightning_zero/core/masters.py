@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.core.params import Params
 from lightning_zero.core.shards import Shards
+from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.layout.flat import FlatLayout
 from lightning_zero.layout.stage import State
 from lightning_zero.tensors.buffer import FlatBuffer
@@ -18,37 +18,20 @@ from lightning_zero.tiers.storage import ShardStore
 __all__ = ["Masters"]
 
 
-class MasterBucket(Protocol):
-    """The part of `Bucket` that `Masters` uses: its shards, and the moments to wait for."""
-
-    @property
-    def shards(self) -> Shards: ...
-    @property
-    def unsharded_params(self) -> FlatBuffer: ...
-    @property
-    def comm(self) -> Communicator: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def is_unsharded(self) -> bool: ...
-
-    def wait_for_all_steps(self) -> None: ...
-    def wait_for_unshard(self) -> None: ...
-    def sync_writes(self) -> None: ...
-    def reshard(self) -> None: ...
-    def all_gather_params(self) -> Pending: ...
-    def install_views(self, views: Sequence[Tensor]) -> None: ...
-
-
 class Masters:
     """The elements of one bucket in full precision: own or all of them.
 
     If there is no master, they are the parameters themselves.
+
+    Args:
+        params: The parameters of the bucket; writes to them are synced first.
+        shards: Their shards.
+        worker: The thread that may step buckets: all of its steps come first.
     """
 
-    def __init__(self, bucket: MasterBucket) -> None:
-        self._bucket = bucket
-        self._shards = bucket.shards
+    def __init__(self, params: Params, shards: Shards, worker: StepWorker) -> None:
+        self._params, self._shards, self._worker = params, shards, worker
+        self._device = shards.storage.device
 
     # ---------------------------------------------------------------- this rank's elements
 
@@ -70,9 +53,9 @@ class Masters:
         self._shards.storage.state_offload.check(
             State.PARAM if self._shards.separate_master is None else State.OPTIM
         )
-        self._bucket.wait_for_all_steps()
-        self._bucket.wait_for_unshard()
-        self._bucket.sync_writes()
+        self._worker.drain()
+        self._params.wait_for_unshard()
+        self._params.sync_writes()
         return self._shards.master_or_param
 
     def load(self, read: Callable[[int, range], Tensor | None]) -> None:
@@ -92,24 +75,22 @@ class Masters:
 
     def store(self, shard: Tensor) -> None:
         """Writes the tensor of `fetch()` back to masters and parameters. Collective."""
-        bucket = self._bucket
         with torch.no_grad():
             self._shards.store_master(shard)
-            bucket.reshard()  # ranks may differ in what a forward has left unsharded
-            if bucket.is_unsharded and not self._shards.replicates_optim:
-                bucket.all_gather_params().wait()
+            self._params.reshard()  # ranks may differ in what a forward has left unsharded
+            if self._params.is_unsharded and not self._shards.replicates_optim:
+                self._params.all_gather().wait()
 
     # ---------------------------------------------------------------- all elements
 
     def full_tensors(self) -> list[Tensor]:
         """All elements of each slot in full precision, n-D, to be read at once. Collective."""
-        bucket = self._bucket
         self._shards.storage.state_offload.check(State.PARAM)
-        bucket.wait_for_unshard()
-        bucket.sync_writes()
-        is_exact = self._shards.master_or_param.dtype == bucket.unsharded_params.tensor.dtype
-        if is_exact and bucket.is_unsharded:
-            return bucket.unsharded_params.views
+        self._params.wait_for_unshard()
+        self._params.sync_writes()
+        is_exact = self._shards.master_or_param.dtype == self._params.unsharded.tensor.dtype
+        if is_exact and self._params.is_unsharded:
+            return self._params.unsharded.views
         return self.all_gather().views
 
     def all_gather(self) -> FlatBuffer:
@@ -121,14 +102,14 @@ class Masters:
 
         `layout`: of the buffer, and of the parts; None: that of the master.
         """
-        bucket, plan = self._bucket, self._shards.plan
-        bucket.wait_for_all_steps()  # their all-gathers come first on all ranks
+        shards = self._shards
+        self._worker.drain()  # its all-gathers come first on all ranks
         with torch.no_grad():
-            if self._shards.replicates_optim:
-                memory = part.to(bucket.device, copy=True)
+            if shards.replicates_optim:
+                memory = part.to(self._device, copy=True)
             else:
-                memory = bucket.comm.all_gather_shards(part, plan.name)
-            return FlatBuffer(layout or plan.layout, part.dtype, bucket.device, memory=memory)
+                memory = shards.comm.all_gather_shards(part, shards.plan.name)
+            return FlatBuffer(layout or shards.plan.layout, part.dtype, self._device, memory=memory)
 
     def all_gather_state(self, key: str, slices: Sequence[Tensor | None]) -> list[Tensor]:
         """Full optimizer states, by slot, from every rank's slices. Collective.
@@ -138,10 +119,9 @@ class Masters:
             slices: By slot, 1-D as `OptimStates.slice` makes them; None counts as zeros.
         """
         layout = self._shards.states.layouts.of(key)
-        bucket = self._bucket
         given = (part.dtype for part in slices if part is not None)
         dtype = next(given, self._shards.plan.master_dtype)
-        joined = torch.zeros(layout.numel, dtype=dtype, device=bucket.device)
+        joined = torch.zeros(layout.numel, dtype=dtype, device=self._device)
         for target, part in zip(layout.split(joined), slices, strict=True):
             if part is not None:
                 target.copy_(part.reshape(-1))
@@ -149,12 +129,11 @@ class Masters:
 
     def broadcast_from(self, values: FlatBuffer, from_rank: int = 0) -> None:
         """Copies `values` of `from_rank` to all masters and parameters. Collective."""
-        bucket = self._bucket
-        bucket.comm.broadcast_(values.tensor, from_rank)
+        self._shards.comm.broadcast_(values.tensor, from_rank)
         with torch.no_grad():
             self._shards.store_master(self._shards.own_slice_of(values))
-            if bucket.unsharded_params.is_allocated:
-                bucket.unsharded_params.tensor.copy_(values.tensor)
+            if self._params.unsharded.is_allocated:
+                self._params.unsharded.tensor.copy_(values.tensor)
 
     # ---------------------------------------------------------------- views for the user
 
@@ -165,5 +144,5 @@ class Masters:
         """
         shard = self.fetch()
         self._shards.before_write()
-        self._bucket.install_views(self._shards.layout.split(shard))
+        self._params.install_views(self._shards.layout.split(shard))
         return shard

@@ -58,7 +58,7 @@ It has no gradients, so all ranks begin a backward together (`barrier`), or all 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lightning_zero.comm.control import GlooControlPlane
@@ -101,6 +101,7 @@ class CollectiveOrder:
 
     Attributes:
         allows_uneven_calls: Whether ranks may leave one after the other.
+        current: The open pass; None: none is open.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class CollectiveOrder:
         self.allows_uneven_calls = False
         self._history = 0  # hash of all calls that all ranks have made
         self._received_stop_request: int | None = None
-        self._pass: Pass | None = None
+        self.current: Pass | None = None
         self._ended: Pass | None = None  # until the result of a boundary is known
         self._flags_hash: int | None = None
         self._num_boundaries = _MAX_BOUNDARIES  # between batches, since the end of a step
@@ -138,22 +139,17 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- passes
 
     @property
-    def is_in_pass(self) -> bool:
-        """Whether a pass is open on this rank."""
-        return self._pass is not None
-
-    @property
     def is_training(self) -> bool:
         """Whether the open pass has a backward."""
-        return self._pass is not None and self._pass.is_training
+        return self.current is not None and self.current.is_training
 
     @property
     def _is_synchronized(self) -> bool:
         """Whether no rank is in a pass that this rank has ended."""
-        return self._pass is None and self._ended is None and not self.allows_uneven_calls
+        return self.current is None and self._ended is None and not self.allows_uneven_calls
 
-    def begin(self, kind: str, flags: Sequence[bool] | None = None) -> None:
-        """Begins a pass. Collective.
+    def begin(self, kind: str, flags: Sequence[bool] | None = None) -> Pass:
+        """Begins a pass, and returns it. Collective.
 
         Args:
             kind: Kind of the pass, the same on every rank.
@@ -166,7 +162,7 @@ class CollectiveOrder:
         key = hash_of(kind, self._flags_hash)
         is_repeated = is_synchronized and self._recorded.is_repeated(key)
         vote, used = self._vote(Request(RequestKind.BEGIN), key), self._used()
-        self._pass = Pass(
+        self.current = begun = Pass(
             self._events,
             key,
             is_training=flags is not None,
@@ -175,17 +171,17 @@ class CollectiveOrder:
             is_begun=is_repeated,
             pending=self._rounds.begin(vote, kind, used, is_awaited=not is_repeated),
         )
+        return begun
 
-    def wait_for_begin(self) -> None:
-        """Waits until all ranks have begun the open pass, unless it repeats the last one."""
-        if self._pass is not None:
-            self._wait_for_begin()
+    def wait_for_begin(self) -> Pass:
+        """Waits until all ranks have begun the open pass, unless it repeats the last one.
 
-    def _wait_for_begin(self) -> Pass:
-        """As `wait_for_begin`, before an event; opens a pass without a key if none is open."""
-        current = self._pass
+        Returns:
+            The open pass; a new one without a key if none was open.
+        """
+        current = self.current
         if current is None:
-            current = self._pass = Pass(self._events)
+            current = self.current = Pass(self._events)
         if current.is_begun:
             return current
         assert current.pending is not None
@@ -216,10 +212,10 @@ class CollectiveOrder:
             self.barrier(kind)  # a rank that has left has no gradients: all ranks get an error
         if not self.is_training or bytes(flags) != self._rounds.flags:
             self.begin(kind, flags)
-        current = self._pass
+        current = self.current
         assert current is not None
         if self._has_units and not current.in_backward:
-            self._advance_past(current, self._events.backward)
+            self._advance(current.stop_after(self._events.backward))
         current.begin_backward(reduction_order, has_units=self._has_units)
 
     def finalize_backward(self, mask: Callable[[], bytes], finish: Callable[[], None]) -> bytes:
@@ -257,10 +253,10 @@ class CollectiveOrder:
 
     def _finish_pass(self) -> None:
         """Issues the rest of the schedule, at the end of the pass on this rank."""
-        if self._pass is not None:
-            current = self._wait_for_begin()
+        if self.current is not None:
+            current = self.wait_for_begin()
             self._advance(len(current.schedule or ()))
-            self._ended, self._pass = current, None
+            self._ended, self.current = current, None
 
     def _record(self, tally: Tally, *, is_incomplete: bool = False) -> None:
         """Records the pass that a boundary has ended, the same on every rank."""
@@ -276,19 +272,22 @@ class CollectiveOrder:
         `may_repeat`: a unit that the pass has used, and that is not in the rest of its schedule,
         begins another pass, as each generated token does. Collective then, else local.
         """
-        assert self._pass is not None, "a unit is used outside of a pass"
-        if may_repeat and self._pass.used[unit] and self._pass.position_of(unit) is None:
-            self.begin("another forward of a step")
-        self._pass.mark_used(unit)
+        current = self.current
+        assert current is not None, "a unit is used outside of a pass"
+        is_again = may_repeat and current.used[unit]
+        if is_again and current.stop_after(unit) == current.cursor:
+            current = self.begin("another forward of a step")
+        current.mark_used(unit)
 
     def request_unshard(self, unit: int, *, is_backward: bool) -> None:
         """Issues the all-gather of a unit that this rank needs now, in the schedule or by a round.
 
         The round may decide on another unit; the caller repeats it until the unit is unsharded.
         """
-        current = self._wait_for_begin()
+        current = self.wait_for_begin()
         if current.schedule is not None:
-            if self._advance_past(current, unit, is_needed=True):
+            if (stop := current.stop_after(unit)) > current.cursor:
+                self._advance(stop, is_needed=True)
                 return
             current.deviate()
             self._advance(len(current.schedule))
@@ -298,41 +297,24 @@ class CollectiveOrder:
 
     def mark_ready(self, bucket: int) -> None:
         """Notes that `bucket` has all its gradients; it is reduced after those before it."""
-        current = self._wait_for_begin()
+        current = self.wait_for_begin()
         current.ready.add(bucket)
         self._advance(current.ready_stop)
 
-    @property
-    def next_unit(self) -> int | None:
-        """The unit whose all-gather is the next event of the schedule; None: not an all-gather."""
-        return None if self._pass is None else self._pass.next_unit
-
     def issue_next_unit(self) -> None:
-        """Issues the all-gather of `next_unit`, which this rank will need."""
-        current = self._wait_for_begin()
+        """Issues the all-gather of `Pass.next_unit`, which this rank will need."""
+        current = self.wait_for_begin()
         self._advance(current.cursor + 1, is_needed=True)
         if current.ready:
             self._advance(current.ready_stop)
 
-    def upcoming(self) -> Iterator[int]:
-        """Units that the schedule has still to unshard."""
-        return iter(()) if self._pass is None else self._pass.upcoming_units()
-
     def is_last_of_forward(self, unit: int) -> bool:
         """Whether forward unsharded `unit` last: backward begins with it, so it can stay so."""
-        return self._pass is not None and self._pass.is_last_of_forward(unit)
-
-    def _advance_past(self, current: Pass, event: int, *, is_needed: bool = False) -> bool:
-        """Issues the schedule up to `event`, included, if it is still to come."""
-        position = current.position_of(event)
-        if position is None:
-            return False
-        self._advance(position + 1, is_needed=is_needed)
-        return True
+        return self.current is not None and self.current.is_last_of_forward(unit)
 
     def _advance(self, stop: int, *, is_needed: bool = False) -> None:
         """Issues the schedule up to index `stop`; `is_needed`: its last event is needed now."""
-        current = self._pass
+        current = self.current
         assert current is not None
         while current.cursor < stop and (event := current.take_next()) is not None:
             self._issue(event, is_kept=is_needed and current.cursor == stop)
@@ -347,7 +329,7 @@ class CollectiveOrder:
     def _execute(self, tally: Tally, *, is_kept: bool = False) -> None:
         """Issues what a round decided: reductions that all are ready for, then the all-gather."""
         current, request, num_ready = (
-            self._ended or self._pass,
+            self._ended or self.current,
             tally.request,
             tally.lowest.num_ready,
         )
@@ -369,7 +351,7 @@ class CollectiveOrder:
         is_barrier = kind is RequestKind.BARRIER
         call_hash = hash_of(name) if is_barrier else None
         self._rounds.set_call(name if is_barrier else "")
-        current = self._pass
+        current = self.current
         self._finish_pass()
         while True:
             tally = self._run_round(Request(kind), name, call_hash)
@@ -382,7 +364,7 @@ class CollectiveOrder:
             if tally.request.kind is RequestKind.BEGIN:  # others begin a pass: follow it
                 key = tally.lowest.key if tally.is_same("key") else None
                 schedule = self._recorded.schedule_of(key)
-                self._pass = Pass(self._events, key=key, is_uneven=True, schedule=schedule)
+                self.current = Pass(self._events, key=key, is_uneven=True, schedule=schedule)
                 self._finish_pass()
         self._rounds.set_call("")
         self._received_stop_request = tally.stop_request
@@ -390,29 +372,16 @@ class CollectiveOrder:
             self.note(name)
             if current is not None and current.is_training:
                 key = None if current.key is None else hash_of(current.key, call_hash)
-                self._pass = self._rest_of(current, key)
-
-    def _rest_of(self, current: Pass, key: int | None) -> Pass:
-        """The rest of a training pass after a barrier, as a pass of its own."""
-        return Pass(
-            self._events,
-            key,
-            is_training=True,
-            is_uneven=current.is_uneven,
-            schedule=self._recorded.schedule_of(key),
-            in_backward=current.in_backward,
-            reduction_order=current.unreduced(),
-            ready=current.ready,
-        )
+                self.current = current.rest(key, self._recorded.schedule_of(key))
 
     def close_pass(self, name: str) -> None:
         """Runs `barrier` and ends the pass if one is open. Collective.
 
         Called before collectives that are not part of a pass.
         """
-        if self._pass is not None or self._ended is not None:
+        if self.current is not None or self._ended is not None:
             self.barrier(name)
-            self._pass = None
+            self.current = None
 
     def announce_collective(self, name: str) -> None:
         """As `barrier`, before a collective of all ranks; does not wait if no pass is open."""
@@ -460,7 +429,7 @@ class CollectiveOrder:
     # ---------------------------------------------------------------- rounds
 
     def _vote(self, request: Request, key: int | None = None) -> Vote:
-        current = self._ended or self._pass or Pass(self._events)
+        current = self._ended or self.current or Pass(self._events)
         is_all = current.schedule is not None or request.kind >= RequestKind.DONE
         is_boundary = RequestKind.BEGIN <= request.kind <= RequestKind.DONE
         is_compared = is_boundary and not self.allows_uneven_calls

@@ -90,12 +90,12 @@ class Pass:
             return None
         return schedule[self.cursor]
 
-    def position_of(self, event: int) -> int | None:
-        """Index of `event` in the rest of the schedule; None: it is not in it."""
+    def stop_after(self, event: int) -> int:
+        """Index behind `event` in the rest of the schedule; `cursor` if it is not in it."""
         try:
-            return self.schedule.index(event, self.cursor) if self.schedule else None
+            return self.schedule.index(event, self.cursor) + 1 if self.schedule else self.cursor
         except ValueError:
-            return None
+            return self.cursor
 
     @property
     def next_unit(self) -> int | None:
@@ -177,10 +177,21 @@ class Pass:
         self.log.append(event)
         return event
 
-    def unreduced(self) -> list[int]:
-        """Buckets of `reduction_order` whose reductions have not been issued."""
+    def rest(self, key: int | None, schedule: tuple[int, ...] | None) -> Pass:
+        """The rest of a training pass after a barrier, as a pass of its own."""
         issued = set(self.log)
-        return [b for b in self.reduction_order if self.events.reduction(b) not in issued]
+        return Pass(
+            self.events,
+            key,
+            is_training=True,
+            is_uneven=self.is_uneven,
+            schedule=schedule,
+            in_backward=self.in_backward,
+            reduction_order=[
+                b for b in self.reduction_order if self.events.reduction(b) not in issued
+            ],
+            ready=self.ready,
+        )
 
     def deviate(self) -> None:
         """This rank needs a unit that is not in the rest of the schedule."""

@@ -207,9 +207,13 @@ class Shards:
         if self.reader is not None:
             self.storage.recorder.count_read(is_hit=self.reader.has_begun)
             return self.reader.copy_to
-        if isinstance(self.all_gather_input, MemoryShardStore):
-            return self.all_gather_input.tensor
-        return None
+        if not isinstance(self.all_gather_input, MemoryShardStore):
+            return None
+        source = self.all_gather_input.tensor
+        if self.replicates_optim:  # every rank has all elements, in an average of the weights
+            own = self.plan.layout.shard(self.layout.rank)
+            return source[own.start : own.stop]
+        return source
 
     def count_write(self) -> None:
         """Counts a write of the engine to all values."""

@@ -2,9 +2,9 @@
 
 [Note: A step]
 
-    forward of a unit   pre_forward -> unshard -> ... -> Bucket.wait_for_unshard -> prefetch
+    forward of a unit   pre_forward -> unshard -> ... -> Params.wait_for_unshard -> prefetch
                         post_forward -> reshard
-    backward of a unit  pre_backward -> unshard -> ... -> Bucket.wait_for_unshard -> prefetch
+    backward of a unit  pre_backward -> unshard -> ... -> Params.wait_for_unshard -> prefetch
                         post_accumulate_grad; the last of a bucket -> Reducer.mark_ready -> ...
                         post_backward -> reshard -> prefetch
     end of backward     finalize_backward -> Reducer: the rest is reduced, `.grad` is set
@@ -12,7 +12,7 @@
                         all-gather of replicated parameters (optim/step.py)
 
     In place of `...` the order of all ranks (core/order.py) decides. In their turn it calls
-    issue_unshard   -> Bucket.unshard    all-gather: shard -> unsharded parameters; parameter dtype
+    issue_unshard   -> Params.unshard    all-gather: shard -> unsharded parameters; parameter dtype
     issue_reduction -> Gradients.reduce  reduce-scatter: gradients -> shard of the mean; its dtype
 
 [Note: Streams] A collective is queued on a side stream, where it starts after all that is queued on
@@ -140,9 +140,9 @@ class Step:
             return
         order, unclaimed = self.order, self.prefetcher.unclaimed
         is_unsharded = unit.is_unsharded
-        if not is_unsharded:
-            unit.buckets[0].check_outside_transform()  # inside a transform, ranks cannot agree
-        if not order.is_in_pass:
+        if not is_unsharded:  # inside a transform, ranks cannot agree
+            unit.buckets[0].params.check_outside_transform()
+        if order.current is None:
             self._begin_pass()
         is_again = order.allows_uneven_calls and not torch.is_grad_enabled()
         order.mark_used(unit.index, may_repeat=is_again and not is_unsharded)
@@ -153,7 +153,7 @@ class Step:
             order.request_unshard(unit.index, is_backward=self.is_in_backward)
         unclaimed.pop(unit, None)
         for bucket in unit.buckets:
-            bucket.wait_for_unshard()
+            bucket.params.wait_for_unshard()
         self.prefetcher.prefetch()
 
     def issue_unshard(self, index: int, *, is_kept: bool) -> None:
@@ -165,7 +165,7 @@ class Step:
         unit = self.units[index]
         was_unsharded = unit.is_unsharded
         for bucket in unit.buckets:
-            bucket.unshard()
+            bucket.params.unshard()
         if was_unsharded:
             return
         if is_kept or self.order.is_last_of_forward(index):

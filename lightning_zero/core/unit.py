@@ -112,7 +112,7 @@ class Unit:
 
     def add(self, bucket: Bucket) -> None:
         """Appends the next bucket of the plan; each calls `count_bucket` from its beginning."""
-        if bucket.shards_params:
+        if bucket.params.are_sharded:
             self.buckets.append(bucket)
 
     def attach(self, root: nn.Module) -> nn.Module:
@@ -172,28 +172,28 @@ class Unit:
         """A forward uses the parameters: with gradients, its graph may hold views of them."""
         if torch.is_grad_enabled():
             for bucket in self.buckets:
-                bucket.note_graph()
+                bucket.params.keep_for_backward(True)
 
     def end_graphs(self, *, is_retained: bool = False) -> None:
         """Backward has traversed the graphs, and needs the parameters again only if retained."""
         for bucket in self.buckets:
-            if bucket.is_saved_for_backward is not is_retained:
-                bucket.end_graphs(is_retained=is_retained)
+            if bucket.params.is_saved_for_backward is not is_retained:
+                bucket.params.keep_for_backward(is_retained)
 
     def is_aliased_by(self, values: Sequence[Any]) -> bool:
         """Whether one of `values` is a view of unsharded parameters, whose memory is freed."""
         for value in values:
             if isinstance(value, Tensor):
                 for bucket in self.buckets:
-                    if bucket.unsharded_params.aliases(value):
+                    if bucket.params.unsharded.aliases(value):
                         return True
         return False
 
     def reshard(self) -> None:
         """Frees the unsharded parameters. Local."""
         for bucket in self.buckets:
-            if bucket.is_unsharded:
-                bucket.reshard()
+            if bucket.params.is_unsharded:
+                bucket.params.reshard()
 
 
 class Prefetcher:
@@ -230,7 +230,10 @@ class Prefetcher:
         """Unshards the next units of the schedule, as far as the settings allow. Collective."""
         order, unsharded = self._order, self._unsharded
         ahead = sum([unit.numel for unit in self.unclaimed]) if self.unclaimed else 0
-        while self._is_on and (index := order.next_unit) is not None:
+        while self._is_on and order.current is not None:
+            index = order.current.next_unit
+            if index is None:
+                break
             unit = self._units[index]
             ahead += unit.numel
             if unit in unsharded:
@@ -250,6 +253,7 @@ class Prefetcher:
 
     def _read_ahead(self) -> None:
         """Starts to read shards from files, as far ahead as there are buffers."""
-        for index in self._order.upcoming():
-            if not all(bucket.read_ahead() for bucket in self._units[index].buckets):
+        current = self._order.current
+        for index in current.upcoming_units() if current is not None else ():
+            if not all(bucket.params.read_ahead() for bucket in self._units[index].buckets):
                 return

@@ -1,7 +1,7 @@
 """The engine: one object that is usable without Lightning. Imports optim and all below it.
 
     engine        `Engine`: a module, its optimizers and a config
-    beginning     how it begins: checks, the comparison between ranks, groups, plan and storage
+    beginning     how it begins: checks, comparison between ranks, groups, plan, storage, buckets
     optimizers    the optimizers of an engine
     shadow        averages of the weights (EMA, SWA), sharded like the main parameters
     held          sharded tensors that users hold when the engine closes

@@ -1,5 +1,7 @@
 """How an engine begins: its arguments are checked, compared between the ranks, and planned with.
 
+Then its storage is opened, and its parameters are wrapped.
+
 A rank whose arguments cannot be used takes part in the comparison, so that no rank waits for it.
 """
 
@@ -18,15 +20,17 @@ from lightning_zero.comm.backends import queue_warnings
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.consistency import compare
 from lightning_zero.comm.control import GlooControlPlane
-from lightning_zero.construction.materialize import check_can_materialize
+from lightning_zero.construction.materialize import check_can_materialize, materialize
+from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.recompute import find_checkpointed
+from lightning_zero.core.unit import Unit
 from lightning_zero.engine.consistency import (
     describe_config,
     describe_module,
     describe_optimizer,
     describe_software,
 )
-from lightning_zero.engine.optimizers import as_optimizers
+from lightning_zero.engine.optimizers import as_optimizers, check_and_probe
 from lightning_zero.health.together import failing_together
 from lightning_zero.health.world import has_world
 from lightning_zero.layout.config import ZeroConfig
@@ -37,6 +41,8 @@ from lightning_zero.optim.blocks import state_blocks
 from lightning_zero.optim.clone import parameters_of
 from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.tensors.guarded import has_placement
+from lightning_zero.tensors.lazy import values_reader
+from lightning_zero.tensors.meta import clear_pending_values, pending_values
 from lightning_zero.tensors.ties import alias_texts, check_memory
 from lightning_zero.tiers.memory import available_memory_bytes, local_world_size
 from lightning_zero.tiers.storage import Storage
@@ -44,12 +50,23 @@ from lightning_zero.tiers.threads import set_step_threads
 
 __all__ = [
     "Arguments",
+    "EngineParts",
     "average_gradients",
     "held_error",
     "open_storage",
     "open_together",
     "plan_together",
+    "wrap_parameters",
 ]
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """Parts of an engine that the planner replaces by others, which move no data."""
+
+    communicator: type[Communicator] = Communicator
+    storage: type[Storage] = Storage
+    probe: Callable[..., ProbeResult] = check_and_probe
 
 
 @dataclass(frozen=True)
@@ -276,3 +293,34 @@ def open_storage(
             storage.close()
             raise
         return storage
+
+
+def wrap_parameters(
+    module: nn.Module, plan: Plan, shared: BucketResources
+) -> tuple[list[Unit], list[Bucket]]:
+    """Wraps the parameters, with their values, in units and buckets in layout order. Collective."""
+    unsharded: set[Unit] = set()
+    units = [Unit(unit, index, unsharded) for index, unit in enumerate(plan.units)]
+    unit_of = [unit for unit in units for _ in plan.units[unit.index].buckets]
+    built: dict[int, Bucket] = {}
+    named = parameters_by_name(module)
+    for index, filled in materialize(module, plan.buckets, shared.comm.device, shared.comm):
+        bucket_plan, unit = plan.buckets[index], unit_of[index]
+        parameters = [named[slot.name] for slot in bucket_plan.layout.slots]
+        built[index] = Bucket(
+            bucket_plan,
+            parameters,
+            shared,
+            grad_dtype=plan.grad_dtype(bucket_plan),
+            filled=filled,
+            on_unsharded_change=unit.count_bucket if bucket_plan.stage.shards_params else None,
+        )
+        del filled  # it may be unsharded; the next one would need as much memory again
+        awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
+        if awaited:
+            built[index].masters.load(values_reader(awaited))
+    clear_pending_values(module)
+    buckets = [built[index] for index in range(len(plan.buckets))]
+    for unit, bucket in zip(unit_of, buckets, strict=True):
+        unit.add(bucket)
+    return units, buckets

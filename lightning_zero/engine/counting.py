@@ -97,7 +97,7 @@ def _allocated_bytes(bucket: Bucket) -> Counter[tuple[Tier, State]]:
     Optimizer states in memory belong to the optimizer and are not counted here.
     """
     held: Counter[tuple[Tier, State]] = Counter()
-    held[Tier.DEVICE, State.PARAM] = bucket.unsharded_params.allocated_bytes
+    held[Tier.DEVICE, State.PARAM] = bucket.params.unsharded.allocated_bytes
     held[Tier.DEVICE, State.GRAD] = bucket.grads.allocated_bytes
     for tier, state, store in bucket.shards.stores():
         held[tier, state] += store.nbytes

@@ -12,7 +12,7 @@ It can be used without Lightning, in a hand-written loop:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.comm.communicator import Communicator
-from lightning_zero.construction.materialize import materialize
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.coordinator import StepCoordinator, TrainingState
@@ -36,35 +34,30 @@ from lightning_zero.core.recompute import apply_checkpointing
 from lightning_zero.core.step_worker import StepWorker
 from lightning_zero.core.unit import Unit
 from lightning_zero.engine.beginning import (
+    EngineParts,
     average_gradients,
     open_storage,
     open_together,
     plan_together,
+    wrap_parameters,
 )
 from lightning_zero.engine.counting import count_memory
 from lightning_zero.engine.held import lose_held, unshard_held
 from lightning_zero.engine.offloaded import as_states, device_memory
-from lightning_zero.engine.optimizers import AttachedOptimizers, check_and_probe
+from lightning_zero.engine.optimizers import AttachedOptimizers
 from lightning_zero.health.failures import PeerFailedError
 from lightning_zero.health.watchdog import Watchdog
 from lightning_zero.layout.config import ZeroConfig, as_timeout
 from lightning_zero.layout.foreign_options import explain_unknown_options
 from lightning_zero.layout.memory import MemoryReport
-from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.layout.plan import BucketPlan
 from lightning_zero.layout.stage import State
-from lightning_zero.optim.probe import ProbeResult
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.optim.state_view import raw_states
 from lightning_zero.record import streams
-from lightning_zero.tensors.buffer import FlatBuffer
 from lightning_zero.tensors.composite import plain_tensors
 from lightning_zero.tensors.guarded import explain_copy_error
-from lightning_zero.tensors.lazy import values_reader
 from lightning_zero.tensors.live import LiveTensors
-from lightning_zero.tensors.meta import clear_pending_values, pending_values
 from lightning_zero.tiers.grad_offload import GradQueue
-from lightning_zero.tiers.storage import Storage
 
 __all__ = ["Engine"]
 
@@ -114,10 +107,7 @@ class Engine:
         RuntimeError: Another rank was given an argument that cannot be used.
     """
 
-    # The planner's subclass has others, which move no data and probe nothing.
-    _communicator_class: type[Communicator] = Communicator
-    _storage_class: type[Storage] = Storage
-    _check_and_probe: Callable[..., ProbeResult] = staticmethod(check_and_probe)
+    _parts = EngineParts()
 
     def __init__(
         self,
@@ -132,27 +122,21 @@ class Engine:
     ) -> None:
         self.module = module
         self.config = config = config or ZeroConfig()
-        open_comm = partial(
-            self._communicator_class,
-            timeout=as_timeout(timeout),
-            watchdog=watchdog,
-            before_collective=self._before_collective,
-        )
-        self._is_closed = self._is_ready = False  # ready: `coordinator` and `lockstep` exist
+        self._is_closed = False
         self._lost_by: str | None = None  # why no further run is possible
-        self._timeout = timeout
         self.average_buckets: list[Bucket] = []
         self.live_tensors = LiveTensors()
-        look = self._check_and_probe
+        parts = self._parts
+        open_comm = partial(parts.communicator, timeout=as_timeout(timeout), watchdog=watchdog)
         self.comm, given = open_together(
-            module, optimizers, config, device=device, open_comm=open_comm, look=look
+            module, optimizers, config, device=device, open_comm=open_comm, look=parts.probe
         )
         self.device = device = given.device
         self.recorder = self.comm.recorder
         with ExitStack() as undo, self.comm.closed_on_error():
             average_gradients(module, self.comm)
             self.plan = plan_together(module, config, self.comm, given.probed)
-            self.storage = open_storage(self._storage_class, config, self.plan, self.comm)
+            self.storage = open_storage(parts.storage, config, self.plan, self.comm)
             undo.callback(self.storage.close)
             self.worker = StepWorker(device)
             undo.callback(self.worker.close)
@@ -160,67 +144,28 @@ class Engine:
                 module, given.checkpointed_modules, is_selective=config.saves_matmuls
             )
             undo.callback(self._end_checkpointing)
-            units, self.buckets = self._wrap_parameters()
+            queue = GradQueue(self.storage)
+            shared = BucketResources(self.comm, queue, self.worker, self.live_tensors)
+            units, self.buckets = wrap_parameters(module, self.plan, shared)
             self._coordinate(units, broadcasts_every_forward=broadcasts_every_forward)
             undo.callback(self.lose, "the engine was not built")
             self._hooks = Hooks(module, self.buckets, self.coordinator)
             undo.callback(self._hooks.detach)
-            self._is_ready = True
             self.optimizers = AttachedOptimizers(
                 self.buckets,
                 self.coordinator,
                 self.storage,
                 self.comm,
                 worker=self.worker if config.overlap_step else None,
-                check_and_probe=partial(look, module=module, config=config, device=device),
+                check_and_probe=partial(parts.probe, module=module, config=config, device=device),
             )
             for optimizer, found in given.probed:
                 self.optimizers.add(optimizer, found)
             undo.pop_all()
 
-    def _wrap_parameters(self) -> tuple[list[Unit], list[Bucket]]:
-        """Wraps the parameters, with their values, in layout order. Collective."""
-        unsharded: set[Unit] = set()
-        units = [Unit(plan, index, unsharded) for index, plan in enumerate(self.plan.units)]
-        plans = self.plan.buckets
-        unit_of = [unit for unit in units for _ in self.plan.units[unit.index].buckets]
-        shared = BucketResources(self.comm, GradQueue(self.storage), self.worker, self.live_tensors)
-        built: dict[int, Bucket] = {}
-        named = parameters_by_name(self.module)
-        for index, filled in materialize(self.module, plans, self.device, self.comm):
-            parameters = [named[slot.name] for slot in plans[index].layout.slots]
-            built[index] = self._bucket(plans[index], parameters, unit_of[index], shared, filled)
-            del filled  # it may be unsharded; the next one would need as much memory again
-        clear_pending_values(self.module)
-        buckets = [built[index] for index in range(len(plans))]
-        for unit, bucket in zip(unit_of, buckets, strict=True):
-            unit.add(bucket)
-        return units, buckets
-
-    def _bucket(
-        self,
-        plan: BucketPlan,
-        parameters: list[nn.Parameter],
-        unit: Unit,
-        shared: BucketResources,
-        filled: FlatBuffer | None,
-    ) -> Bucket:
-        bucket = Bucket(
-            plan,
-            parameters,
-            shared,
-            grad_dtype=self.plan.grad_dtype(plan),
-            filled=filled,
-            on_unsharded_change=unit.count_bucket if plan.stage.shards_params else None,
-        )
-        awaited = {i: v for i, p in enumerate(parameters) if (v := pending_values(p)) is not None}
-        if awaited:
-            bucket.masters.load(values_reader(awaited))
-        return bucket
-
     def _coordinate(self, units: Sequence[Unit], *, broadcasts_every_forward: bool) -> None:
         """Makes the coordinator and the lockstep, which parameters then use. Local."""
-        self.coordinator = StepCoordinator(
+        self.coordinator = coordinator = StepCoordinator(
             self.module,
             units,
             self.buckets,
@@ -229,9 +174,10 @@ class Engine:
             self._begin_run,
             broadcasts_every_forward=broadcasts_every_forward,
         )
-        self.lockstep = Lockstep(self.coordinator, self.comm)
+        self.comm.set_before_collective(lambda name: coordinator.order.announce_collective(name))
+        self.lockstep = Lockstep(coordinator, self.comm)
         for bucket in self.buckets:
-            BucketAccess(bucket, self.lockstep, self.coordinator.unshard_out_of_order).install()
+            BucketAccess(bucket, self.lockstep, coordinator.unshard_out_of_order).install()
 
     @property
     def guard(self) -> NonfiniteGuard:
@@ -242,11 +188,6 @@ class Engine:
         """Ends the run for good, for `reason`: using a parameter is an error then. Local."""
         self._lost_by = self._lost_by or reason
         self.coordinator.end_run(RuntimeError(reason))
-
-    def _before_collective(self, name: str) -> None:
-        """Has all ranks issue collective `name` together, also if some are still in a pass."""
-        if self._is_ready:
-            self.coordinator.order.announce_collective(name)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Makes `optimizer` step this rank's shards from now on. Collective.
@@ -449,8 +390,8 @@ class Engine:
         self.worker.drain()
         for bucket in self.buckets:
             bucket.wait_for_update()
-            bucket.sync_writes()
-            bucket.reshard()
+            bucket.params.sync_writes()
+            bucket.params.reshard()
         self._free_device_memory(chosen)
 
     def _free_device_memory(self, states: Sequence[State]) -> None:
@@ -463,7 +404,7 @@ class Engine:
             self.storage.state_offload.offload(state, memory, pin=on_cuda)
         if State.PARAM in states:
             for bucket in self.buckets:
-                bucket.leave_device()
+                bucket.params.hide_replicated()
         self.comm.free_scratch()
         if on_cuda:
             torch.cuda.empty_cache()  # for another process on this device
@@ -478,7 +419,7 @@ class Engine:
         for state in set(as_states(states)) & set(offloaded.states):
             offloaded.reload(state)
             for bucket in self.buckets if state is State.PARAM else ():
-                bucket.return_to_device()
+                bucket.params.restore_data_pointers()
 
     # ---------------------------------------------------------------- runs, and the end
 
@@ -502,8 +443,7 @@ class Engine:
         if self._lost_by is None:
             self.worker.drain()  # it waits for no rank, and uses the present groups
             self.reload_states()
-            deadline = min(as_timeout(self._timeout) or _RUN_TIMEOUT, _RUN_TIMEOUT)
-            if not self.comm.begin_run(deadline):
+            if not self.comm.begin_run(_RUN_TIMEOUT):
                 self._lost_by = self.comm.control.watchdog.runs.why_none_follows()
         if self._lost_by is not None:
             raise PeerFailedError(
@@ -577,19 +517,14 @@ class Engine:
         if self.comm.control.is_open:
             self.lockstep.barrier("the end of the engine")
         self._is_closed = True
-        self.worker.drain()
-        failure: Exception | None = self.optimizers.find_failure()
-        if self.config.overlap_step and self.comm.control.union([failure is not None])[0]:
-            self.end_run(failure or RuntimeError("the last step has failed on another rank"))
-            self.ensure_run()
-        failure = failure or self.coordinator.find_lost_write()
+        failure = self._find_failure()
         self.optimizers.detach()
         # Before states are dropped, which the compute stream may still read.
         self.worker.close(plain_tensors([list(raw_states(o).values()) for o in self.optimizers]))
         self._end_checkpointing()
         self._hooks.detach()
         for bucket in reversed(self.buckets):
-            failure = bucket.try_to_reshard() or failure
+            failure = bucket.params.try_to_reshard() or failure
         self.optimizers.unwrap(target, keep_shards=keep_optimizer_shards)
         for bucket in self.buckets:
             bucket.unwrap(target)
@@ -602,3 +537,15 @@ class Engine:
             self.comm.close()
         if failure is not None:
             raise failure
+
+    def _find_failure(self) -> Exception | None:
+        """The error of an overlapped step that failed, or else of a lost write. Collective.
+
+        After a failed step another run begins.
+        """
+        self.worker.drain()
+        failure: Exception | None = self.optimizers.find_failure()
+        if self.config.overlap_step and self.comm.control.union([failure is not None])[0]:
+            self.end_run(failure or RuntimeError("the last step has failed on another rank"))
+            self.ensure_run()
+        return failure or self.coordinator.find_lost_write()

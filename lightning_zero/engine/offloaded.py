@@ -39,8 +39,8 @@ def device_memory(
     of their own, but not single numbers.
     """
     for bucket in buckets:
-        if state is State.PARAM and not bucket.shards_params:
-            yield bucket.unsharded_params
+        if state is State.PARAM and not bucket.params.are_sharded:
+            yield bucket.params.unsharded
         if state is State.GRAD:
             yield from bucket.grads.device_memory()
         for tier, kind, store in bucket.shards.stores():

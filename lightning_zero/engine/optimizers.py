@@ -178,7 +178,7 @@ class AttachedOptimizers(Sequence[Optimizer]):
         if kind is not StepKind.BY_BUCKET:
             why_not = "it can only step all parameters in one call"
         elif any(
-            bucket.shards_params and bucket.shards.full_tensors is not None
+            bucket.params.are_sharded and bucket.shards.full_tensors is not None
             for bucket in self._buckets
             if not members.isdisjoint(bucket.parameters)
         ):

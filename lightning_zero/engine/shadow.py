@@ -17,8 +17,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.comm.backends import Source
-from lightning_zero.comm.communicator import Pending
 from lightning_zero.core.bucket import Bucket, BucketResources
 from lightning_zero.core.bucket_access import BucketAccess
 from lightning_zero.core.masters import Masters
@@ -69,7 +67,7 @@ class Shadow:
     ) -> Bucket:
         """Bucket of the copy for one bucket of the module. Collective."""
         plan, dtype = bucket.plan, bucket.shards.master_or_param.dtype
-        copy = _ShadowBucket(
+        copy = Bucket(
             dataclasses.replace(
                 plan,
                 dtype=dtype,
@@ -124,18 +122,8 @@ def _installed_views(buckets: Sequence[Bucket]) -> Iterator[list[tuple[Masters, 
         installed = []
         for bucket in buckets:
             installed.append((bucket.masters, bucket.masters.install_own_views()))
-            uninstalling.callback(bucket.uninstall_views)
+            uninstalling.callback(bucket.params.uninstall_views)
         yield installed
-
-
-class _ShadowBucket(Bucket):
-    """Bucket of the copy. Where optimizer states are replicated, a rank sends only its shard."""
-
-    def all_gather_into(self, out: Tensor, source: Source | None = None) -> Pending:
-        if isinstance(source, Tensor) and self.shards.replicates_optim:
-            own = self.plan.layout.shard(self.comm.mesh.shard_rank)
-            source = source[own.start : own.stop]
-        return super().all_gather_into(out, source)
 
 
 def _tier(bucket: Bucket, device: torch.device | None) -> Tier:

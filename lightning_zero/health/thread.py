@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_zero.health.exits import END_OF_SCRIPT, Exits
 from lightning_zero.health.failures import summary
 from lightning_zero.health.link import Entry, Link, node_of_process
+from lightning_zero.health.meetings import Meetings
 from lightning_zero.health.reports import Reports
 from lightning_zero.health.waits import RankStatus, Wait, present_wait
 from lightning_zero.health.world import end_at_exit
@@ -62,21 +63,18 @@ class WatchThread(threading.Thread):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(daemon=True, name="lightning-zero-watchdog")
         self.rank = rank
-        self._size = size
         self.changed = threading.Condition(threading.RLock())
         self._main = threading.get_ident()  # the thread that runs the user's code
         self._watchdogs: dict[str, _Watchdog] = {}
         self._num_named = 0  # watchdogs
         self._early: list[Entry] = []  # for watchdogs that this rank has not made yet
         self._reports = Reports(rank, size, self._status)
+        self._meetings = Meetings(size)
         self._shall_end = False
         self._ends_with_process = False  # which then closes the connections
         self._has_ended = False
         self._logged: set[type] = set()  # errors of its own
         self._removed: deque[str] = deque()  # names of watchdogs
-        self._num_meetings = 0
-        self._met: dict[str, set[int]] = {}  # by meeting, ranks that have come; on rank 0
-        self._is_met: set[str] = set()  # meetings at which all ranks were
         self._world: Any = weakref.ref(dist.group.WORLD)  # with it its store ends
         store = dist.distributed_c10d._get_default_store()
         number = store.add(f"lightning_zero/links/{rank}", 1)
@@ -145,22 +143,12 @@ class WatchThread(threading.Thread):
         elif kind == "deadlock":
             for watchdog in self._watchdogs.values():
                 watchdog.take(entry)
-        elif kind == "meet":
-            self._meet(entry["meeting"], entry["by"])
-        elif kind == "met":
-            self._is_met.add(entry["meeting"])
+        elif kind in ("meet", "met"):
+            self._send(self._meetings.take(entry))
         elif (named := self._watchdogs.get(entry["name"])) is not None:
             named.take(entry)
         elif int(entry["name"]) > self._num_named:
             self._early.append(entry)
-
-    def _meet(self, meeting: str, rank: int) -> None:
-        """On rank 0: a rank has come to a meeting."""
-        come = self._met.setdefault(meeting, set())
-        come.add(rank)
-        if len(come) == self._size:
-            del self._met[meeting]
-            self.send({"kind": "met", "meeting": meeting})
 
     def _watches_world(self) -> bool:
         return dist.is_initialized() and dist.group.WORLD is self._world()
@@ -208,13 +196,13 @@ class WatchThread(threading.Thread):
 
     def meet(self) -> str:
         """Comes to the next meeting of all ranks, and returns its name. See `has_met`."""
-        self._num_meetings += 1
-        self.send({"kind": "meet", "meeting": str(self._num_meetings)})
-        return str(self._num_meetings)
+        meeting = self._meetings.next()
+        self.send({"kind": "meet", "meeting": meeting})
+        return meeting
 
     def has_met(self, meeting: str) -> bool:
         """Whether all ranks have come to a meeting; True without a thread, which cannot know."""
-        return meeting in self._is_met or not self.is_watching
+        return self._meetings.is_over(meeting) or not self.is_watching
 
     def add(self, watchdog: _Watchdog, describe_exit: Callable[[int], str | None] | None) -> str:
         """Adds a watchdog; returns its name, which is the same on every rank."""

@@ -10,6 +10,7 @@
     here        process id of a rank
     end, dead   the process of a rank has ended
     long, report, status, deadlock      long waits (reports.py)
+    meet, met   all ranks come to one point (meetings.py)
 
 A watchdog depends neither on its main thread, which may hang in a collective, nor on the
 process groups. After a failure it closes the connections of its own rank, so that every wait on
@@ -23,7 +24,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from lightning_zero.health.callbacks import FailureCallbacks
 from lightning_zero.health.failures import (
     DeadlockError,
     DesynchronizedError,
@@ -79,6 +81,7 @@ class Watchdog:
 
     Attributes:
         runs: Failures, and whether another run follows.
+        failure_callbacks: Called at a failure that ends the waits of this rank.
         name: Equal on every rank, and different from those of other watchdogs of this process.
         num_issued: Collectives of the data plane that this rank has issued in this run.
     """
@@ -94,9 +97,8 @@ class Watchdog:
         self.runs = Runs(rank, size)
         self.name = ""
         self.num_issued = 0
-        # Weak references: an engine that is never closed is still freed.
+        # A weak reference: an engine that is never closed is still freed.
         self._status_source: weakref.WeakMethod[Callable[[], str]] | None = None
-        self._failure_callbacks: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._has_failed = False  # some rank, at some time: waits look at the failure first
         self._raised_at: float | None = None  # when an exception of another rank was read
         self._failed_at: float | None = None  # when waits of this rank were ended
@@ -105,7 +107,6 @@ class Watchdog:
         self._ends_own_waits = False  # an exception of this rank ends its own waits, too
         self._is_disconnected = False  # no collective is possible on any group of this process
         self._is_needed = True  # until `finish`: this rank needs the others
-        self._ending: threading.Thread | None = None  # calls `_failure_callbacks`
         self._left: set[int] = set()  # ranks that need no other any more
         self._firsts: dict[tuple[int, str], int] = {}  # see `first_with`
         self._thread: WatchThread | None = None
@@ -113,6 +114,8 @@ class Watchdog:
         if size > 1 and dist.is_initialized() and dist.get_backend() != "fake":
             self._thread = WatchThread.of_process(rank, size)
             self._lock = self._thread.changed
+        self.failure_callbacks = FailureCallbacks(self._lock)
+        if self._thread is not None:
             self.name = self._thread.add(self, describe_exit)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -130,22 +133,6 @@ class Watchdog:
     def is_unrecoverable(self) -> bool:
         """Whether no further run is possible."""
         return self.runs.death is not None or self._is_disconnected
-
-    def add_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Registers `callback`, a bound method, to be called at a failure, in a thread of its own.
-
-        It must end every wait. Its object is referenced weakly.
-        """
-        self._failure_callbacks = [*self._failure_callbacks, weakref.WeakMethod(callback)]
-
-    def remove_failure_callback(self, callback: Callable[[], None]) -> None:
-        """Removes `callback`. Waits for a call in progress."""
-        with self._lock:
-            self._failure_callbacks = [
-                known for known in self._failure_callbacks if known() not in (None, callback)
-            ]
-        if self._ending is not None and self._ending is not threading.current_thread():
-            self._ending.join()
 
     def set_status_source(self, describe: Callable[[], str]) -> None:
         """Sets `describe`, a bound method called from another thread: what the engine is doing."""
@@ -411,22 +398,7 @@ class Watchdog:
         """Ends all waits in the engine after a failure."""
         self._has_failed = True
         self._failed_at = time.monotonic()
-        callbacks = [known() for known in self._failure_callbacks]
-        self._end_aside([callback for callback in callbacks if callback is not None])
-
-    def _end_aside(self, actions: Sequence[Callable[[], None]]) -> None:
-        """Calls `actions` in a thread: an abort of NCCL takes seconds, in which entries arrive."""
-
-        def call(before: threading.Thread | None) -> None:
-            if before is not None:
-                before.join()
-            for action in actions:
-                action()
-
-        self._ending = threading.Thread(
-            target=call, args=(self._ending,), daemon=True, name="lightning-zero-end"
-        )
-        self._ending.start()
+        self.failure_callbacks.call()
 
     def _end_other_waits(self, wait: Wait | None) -> None:
         """Ends waits outside the engine's groups, such as in a collective of the user's."""
@@ -438,7 +410,7 @@ class Watchdog:
         if (is_lost or is_waiting) and time.monotonic() - self._failed_at > _SETTLE_S:
             self._is_disconnected = True
             groups = list(dist.distributed_c10d._world.pg_map)
-            self._end_aside([partial(disconnect_groups, groups)])
+            self.failure_callbacks.run([partial(disconnect_groups, groups)])
 
 
 def _cannot_end(wait: Wait, ended_s: float, waited_s: float, *, is_over: bool) -> bool:

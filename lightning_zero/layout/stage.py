@@ -32,7 +32,7 @@ class Stage:
     def has_shard(self, state: State) -> bool:
         return state in self.shards
 
-    @property
+    @cached_property
     def shards_params(self) -> bool:
         """Whether parameters are sharded: unsharded before each use, resharded after it."""
         return State.PARAM in self.shards

@@ -29,6 +29,7 @@ import re
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,7 @@ __all__ = [
     "Counts",
     "Sample",
     "Speed",
+    "StepMeans",
     "Throughput",
     "allocated_and_peak_bytes",
     "flops_per_token",
@@ -250,6 +252,36 @@ def aggregate_ranks(
 def is_summary(key: str) -> bool:
     """Whether `key` is one of the few that are logged by default."""
     return _SUMMARY.fullmatch(key) is not None
+
+
+class StepMeans:
+    """Means over recorded steps; the same on every rank.
+
+    Attributes:
+        num_steps: Number of steps.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._sums: dict[str, float] = {}
+        self._stragglers: Counter[int] = Counter()  # steps by the rank that was last
+
+    def add(self, means: Mapping[str, float]) -> None:
+        """Adds a step: its means over ranks, of `aggregate_ranks`."""
+        self.num_steps += 1
+        for key, value in means.items():
+            self._sums[key] = self._sums.get(key, 0.0) + value
+        if STRAGGLER in means:
+            self._stragglers[int(means[STRAGGLER])] += 1
+
+    def by_key(self) -> dict[str, float]:
+        """The means; empty without a step."""
+        return {key: value / self.num_steps for key, value in self._sums.items()}
+
+    @property
+    def straggler(self) -> tuple[int, int] | None:
+        """The rank that was last in most steps, and their number; None: one rank, or no step."""
+        return next(iter(self._stragglers.most_common(1)), None)
 
 
 # ------------------------------------------------------------------------ throughput

@@ -10,10 +10,9 @@ import math
 import os
 import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -33,9 +32,9 @@ from lightning_zero.layout.offload import Tier
 from lightning_zero.observe.loggers import WandbPanels
 from lightning_zero.observe.metrics import (
     SKEW,
-    STRAGGLER,
     Sample,
     Speed,
+    StepMeans,
     Throughput,
     aggregate_ranks,
     allocated_and_peak_bytes,
@@ -324,8 +323,7 @@ class FitMonitor:
         self._strategy = strategy
         # For norms, each gradient on NVMe would be read once more.
         in_files = any(bucket.tiers.grad is Tier.NVME for bucket in engine.plan.buckets)
-        self._has_grad_norms = config.has_grad_norms and not in_files
-        self._has_detail, self._has_spread = config.has_detail, config.has_spread
+        self._config = replace(config, has_grad_norms=config.has_grad_norms and not in_files)
         is_on_cpu, overlaps = engine.device.type == "cpu", engine.config.overlap_step
         self._kinds = recorded_kinds(engine.plan, engine.comm.mesh, has_device_memory=not is_on_cpu)
         self._metrics = make_metrics(engine.plan, self._kinds, overlaps_step=overlaps)
@@ -336,9 +334,7 @@ class FitMonitor:
         self._at_step: MemoryReport | None = None  # before the last measured optimizer step
         self._num_measured = 0
         self._norms: dict[str, Tensor] = {}  # gradient norms of the open window
-        self._sums: dict[str, float] = {}  # sums of means over ranks, without the first step
-        self._num_recorded = 0  # steps in `_sums`
-        self._stragglers: Counter[int] = Counter()  # steps by the rank that was last
+        self._means = StepMeans()  # without the first step
         self._has_logged_memory = False
         self._is_first = True  # whether the current or last step is the first one
 
@@ -357,7 +353,7 @@ class FitMonitor:
         if not self.windows.is_open:
             return
         self._memory = self._at_step
-        if self._has_grad_norms:
+        if self._config.has_grad_norms:
             own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             stepped = {
                 b.plan.name for b in self._engine.buckets if not own.isdisjoint(b.parameters)
@@ -401,7 +397,7 @@ class FitMonitor:
         engine = self._engine
         peak = float(allocated_and_peak_bytes(engine.device)[1])
         by_rank = engine.comm.control.gather_floats([*self.throughput.warm, peak])
-        means = {key: value / self._num_recorded for key, value in self._sums.items()}
+        means = self._means.by_key()
         return JobReport(
             description=self._description(trainer),
             metrics={name: float(value) for name, value in trainer.callback_metrics.items()},
@@ -410,11 +406,11 @@ class FitMonitor:
             num_steps=self._num_steps,
             memory=memory_reports(self._strategy, self._at_step),
             speed=Speed.from_counts([rank[:-1] for rank in by_rank], self._peak_flops),
-            num_recorded=self._num_recorded,
+            num_recorded=self._means.num_steps,
             step_s=means.get("zero_time/step_s", math.nan),
             waited_s=means.get("zero_wait/total_s", math.nan),
             skew_s=means.get(SKEW, math.nan),
-            straggler=next(iter(self._stragglers.most_common(1)), None),
+            straggler=self._means.straggler,
             transfers=[TransferStats.from_means(kind, means) for kind in self._kinds],
             is_on_cpu=engine.device.type == "cpu",
         )
@@ -461,7 +457,7 @@ class FitMonitor:
         counts = self.throughput.lap()  # exact: the device is idle at the end of a window
         by_rank = comm.control.gather_floats([*own, *counts])
         measured = [rank[: len(own)] for rank in by_rank]
-        logged, means = aggregate_ranks(self._metrics, measured, has_spread=self._has_spread)
+        logged, means = aggregate_ranks(self._metrics, measured, has_spread=self._config.has_spread)
         logged |= Speed.from_counts(
             [rank[len(own) :] for rank in by_rank], self._peak_flops
         ).metrics()
@@ -470,17 +466,13 @@ class FitMonitor:
             memory, self._has_logged_memory = comm.control.collect_objects(report), True
         if window.is_traced:
             self._write_recordings(comm.control.collect_objects(window.recording))
-        if self._has_grad_norms and self._memory is not None:
+        if self._config.has_grad_norms and self._memory is not None:
             logged |= self._grad_norm_metrics()
         self._memory, self._norms = None, {}
         if not self._is_first:
-            self._num_recorded += 1
-            for key, value in means.items():
-                self._sums[key] = self._sums.get(key, 0.0) + value
-            if STRAGGLER in means:
-                self._stragglers[int(means[STRAGGLER])] += 1
+            self._means.add(means)
         transfers = [TransferStats.from_means(kind, means) for kind in self._kinds]
-        if not self._has_detail:
+        if not self._config.has_detail:
             logged = {key: value for key, value in logged.items() if is_summary(key)}
         return RecordedStep(window.num_batches, logged, memory, transfers)
 

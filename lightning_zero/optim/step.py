@@ -219,7 +219,7 @@ class OptimizerStep:
         """
         at_once, overlapped = list[Bucket](), list[Bucket]()
         for bucket in buckets:
-            is_local = bucket.shards_params and bucket.shards.full_tensors is None
+            is_local = bucket.params.are_sharded and bucket.shards.full_tensors is None
             is_overlapped = is_local or not self._coordinator.step.shards_params
             (overlapped if self._worker and is_overlapped else at_once).append(bucket)
         return [(at_once, None), (overlapped, self._worker)] if overlapped else [(at_once, None)]

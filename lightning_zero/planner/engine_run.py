@@ -347,7 +347,7 @@ class _Meter:
 
     def _measure(self, total: int) -> _Bytes:
         unsharded = sum(
-            bucket.unsharded_params.allocated_bytes
+            bucket.params.unsharded.allocated_bytes
             for bucket in self._buckets
             if bucket.plan.stage.shards_params
         )
@@ -376,7 +376,7 @@ class _Meter:
 
 def _freed_bytes(bucket: Bucket) -> int:
     """Bytes of the flat buffer of parameters, whose storage exists, if its memory is freed."""
-    if bucket.unsharded_params.is_allocated:
+    if bucket.params.unsharded.is_allocated:
         return 0
     return bucket.plan.layout.numel * bucket.plan.dtype.itemsize
 

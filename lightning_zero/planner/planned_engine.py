@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.fake import FakeCommunicator, FakeDeviceCommunicator
+from lightning_zero.engine.beginning import EngineParts
 from lightning_zero.engine.engine import Engine
 from lightning_zero.layout.offload import OffloadConfig
 from lightning_zero.optim.clone import copy_of, settings_of
@@ -129,9 +130,12 @@ def planned_engine(full: Collection[Optimizer], *, has_device_memory: bool) -> t
     def known(optimizer: Optimizer, **_: Any) -> ProbeResult:
         return ProbeResult(StepKind.BY_BUCKET, is_elementwise=id(optimizer) not in stepped_full)
 
+    if has_device_memory:
+        parts = EngineParts(FakeDeviceCommunicator, _DeviceStorage, known)
+    else:
+        parts = EngineParts(FakeCommunicator, _CpuStorage, known)
+
     class Planned(Engine):
-        _communicator_class = FakeDeviceCommunicator if has_device_memory else FakeCommunicator
-        _storage_class = _DeviceStorage if has_device_memory else _CpuStorage
-        _check_and_probe = staticmethod(known)
+        _parts = parts
 
     return Planned

@@ -10,7 +10,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Event", "Stream", "current", "make_event", "make_stream", "on", "synchronize"]
+__all__ = [
+    "Event",
+    "Stream",
+    "current",
+    "make_event",
+    "make_stream",
+    "on",
+    "synchronize",
+    "wait_for_current",
+]
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
@@ -39,6 +48,12 @@ def current(device: torch.device) -> Stream:
 def on(stream: Stream | None) -> AbstractContextManager[Any]:
     """Context in which work is queued on `stream`; None: on the current stream."""
     return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def wait_for_current(device: torch.device) -> None:
+    """Waits until the work that this thread has queued for `device` is done."""
+    if device.type == "cuda":
+        current(device).synchronize()
 
 
 def synchronize(device: torch.device | None = None) -> None:

@@ -281,7 +281,7 @@ class Saving:
                 checkpoint[MASTERS_KEY] = dict(masters)
         checkpoint[METADATA_KEY] = checkpoint.get(METADATA_KEY, {}) | describe_save(engine)
         if self._channel is None or not self._channel.is_open:
-            self._channel, self._planned = engine.comm.open_channel(), SavePlanCache()
+            self._channel, self._planned = engine.comm.control.open_channel(), SavePlanCache()
         channel = self._channel
         check_shared(filepath, channel.size)
         with channel.session():

@@ -36,8 +36,6 @@ class ShardComm(Protocol):
 
     def announce(self, name: str) -> None: ...
 
-    def wait_for_cpu_copies(self) -> None: ...
-
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec:

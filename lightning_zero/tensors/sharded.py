@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from lightning_zero.record import streams
 from lightning_zero.record.frames import called_from, calling_collective
 from lightning_zero.tensors.lazy import arguments_of, read_flat, written_by
 from lightning_zero.tensors.live import EndedShard
@@ -580,7 +581,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     grads, found_inf, scale = args
     first = _first_of(grads)
     if found_inf.device != first.comm.device:
-        first.comm.wait_for_cpu_copies()  # the scaler copies both asynchronously
+        streams.wait_for_current(first.comm.device)  # the scaler copies both asynchronously
     for grad in grads:
         if isinstance(grad, ShardedTensor):
             grad.change(lambda part: func([part], found_inf, scale))

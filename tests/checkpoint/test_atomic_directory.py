@@ -13,12 +13,11 @@ from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.atomic import (
     StagedDirectory,
     atomic_write,
-    find_listed_damage,
     recover,
     remove,
     temporary_path,
-    write_checksums,
 )
+from lightning_zero.checkpoint.checksums import find_listed_damage, write_checksums
 from lightning_zero.tiers.disk import machine
 
 

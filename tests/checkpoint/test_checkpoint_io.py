@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class RichModule(MLPModule):

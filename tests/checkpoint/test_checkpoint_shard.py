@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor, zeros
 
 from lightning_zero.checkpoint.checkpoint_shard import CheckpointShard
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 SHAPES = {"matrix": (5, 7), "cube": (3, 2, 5), "vector": (3,), "scalar": (), "none": (0, 4)}
 

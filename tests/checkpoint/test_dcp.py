@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_zero.checkpoint.dcp_reader import find_damage, is_sharded, open_sharded
 from lightning_zero.tensors.lazy import LazyTensor, read_flat
 from tests.checkpoint.test_checkpoint_shard import SHAPES, shard, values
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def save(state, path):

@@ -16,7 +16,7 @@ from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.cli import main
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import Recorder
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 class EmptyModule(Recorder):
@@ -93,7 +93,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.default_cases("4-32-true")
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 @pytest.mark.parametrize("length", [4, len(CHAIN)])
 def test_runs_resume_from_every_form_with_other_stages_and_world_sizes(tmp_path, precision, length):

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import full_state_dict, load_checkpoint, save_checkpoint
 from lightning_zero.checkpoint import states
+from tests.support import ranks
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer
 from tests.support.loops import LossModule, assert_same_state, batch, build, engine_for
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def _train(engine, module, optimizer, rank, steps):
@@ -199,4 +200,4 @@ def _save_without_memory(rank, world_size, stage, what):
 @pytest.mark.parametrize("what", ["parameters", "optimizer states", "main parameters"])
 @pytest.mark.parametrize("stage", SHARDED_STAGE)
 def test_a_full_checkpoint_that_does_not_fit_into_memory_is_an_error_on_all_ranks(stage, what):
-    run_ranks(2, _save_without_memory, stage, what)
+    ranks.run_ranks(2, _save_without_memory, stage, what)

@@ -14,10 +14,12 @@ from safetensors.torch import save_file
 
 import lightning_zero
 from lightning_zero.checkpoint.export import plan_export
+from tests.support import ranks
 from tests.support.deepspeed_format import write_deepspeed
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import GPTModule, MLPModule, Recorder
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 STAGES = [1, 2, 3]
 WEIGHTS_ONLY = ["state dict", "safetensors", "index"]
@@ -385,7 +387,7 @@ def test_load_from_checkpoint_calls_the_one_of_the_class_for_every_format(tmp_pa
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_that_one_rank_cannot_open_is_an_error_on_every_rank(stage):
     with pytest.raises(RankError) as caught:
-        run_ranks(2, _open_missing, settings(stage), has_group=False)
+        ranks.run_ranks(2, _open_missing, settings(stage), has_group=False)
     text = str(caught.value)
     assert "FileNotFoundError: Checkpoint file not found" in text
     assert "rank 1 could not open one.ckpt: FileNotFoundError" in text

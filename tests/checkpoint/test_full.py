@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, fit, fit_ranks, make_trainer, run_once, settings
 from tests.support.models import ConvModule, FrozenModule, GPTModule, MLPModule, UnusedModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),

@@ -22,7 +22,7 @@ from tests.support.fitting import (
 )
 from tests.support.full_disk import mounted_tmpfs
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from tests.checkpoint.test_matrix import (
     assert_equal_bits,
 )
 from tests.support.fitting import arrays, make_trainer, settings
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def _train(rank, world_size, spec, source, folder, max_epochs):

@@ -262,7 +262,7 @@ def _own_code(stage, net, kind):
     all_gather = Masters.all_gather
 
     def noted(masters):
-        gathered_names.extend(slot.name for slot in masters._bucket.plan.layout.slots)
+        gathered_names.extend(slot.name for slot in masters._shards.plan.layout.slots)
         return all_gather(masters)
 
     Masters.all_gather = noted

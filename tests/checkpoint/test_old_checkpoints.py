@@ -30,7 +30,7 @@ from lightning_zero.strategy.settings import AutoChoice
 from lightning_zero.tensors.composite import flatten_composites, unflatten_composites
 from tests.support.fitting import make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 ARCHIVES = ("old_checkpoints.txt", "old_empty_checkpoint.txt")
 

@@ -29,7 +29,8 @@ from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.checkpoint.states import METADATA_KEY, RANK_STATES_KEY
 from lightning_zero.comm.control import GlooControlPlane
 from tests.support.fitting import make_trainer, settings
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 NUM_BATCHES = 4  # of an epoch
 _CPU = torch.device("cpu")

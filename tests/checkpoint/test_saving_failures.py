@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero.checkpoint import open_checkpoint
-from lightning_zero.checkpoint.atomic import find_listed_damage
+from lightning_zero.checkpoint.checksums import find_listed_damage
 from lightning_zero.checkpoint.dcp_writer import ShardedSave
 from lightning_zero.strategy import saving
 from tests.support.fitting import arrays, make_trainer, run_once, settings

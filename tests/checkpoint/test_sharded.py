@@ -28,9 +28,10 @@ from lightning_zero.checkpoint.save_record import find_foreign_items
 from lightning_zero.checkpoint.source import find_damage
 from lightning_zero.comm.control import Channel
 from lightning_zero.strategy import saving
+from tests.support import ranks
 from tests.support.fitting import arrays, make_trainer, run_once, settings
 from tests.support.models import ConvModule, FrozenModule, GANModule, GPTModule, MLPModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 MODELS = {
     "tied gpt": partial(GPTModule, ranks=2, is_tied=True),
@@ -497,7 +498,7 @@ def _save_again(rank, world_size, spec):
 
 
 def test_the_save_plan_is_agreed_on_once():
-    run_ranks(2, _save_again, sharded(3), has_group=False)
+    ranks.run_ranks(2, _save_again, sharded(3), has_group=False)
 
 
 class Reading(MLPModule):
@@ -832,7 +833,7 @@ def _save_by_default(rank, world_size, options):
 def test_an_offloaded_run_saves_a_sharded_checkpoint_without_the_model_in_memory():
     nvme = {"device": "nvme", "nvme_path": "."}
     options = {"offload_optimizer": nvme, "offload_param": nvme}
-    ((grown, is_sharded),) = run_ranks(1, _save_by_default, options, has_group=False)
+    ((grown, is_sharded),) = ranks.run_ranks(1, _save_by_default, options, has_group=False)
     assert is_sharded
     full_bytes = 3 * 4 * 2**23
     assert grown < full_bytes / 2, f"{grown / 2**20:.0f} MiB"
@@ -847,4 +848,4 @@ def _save_with_little_memory(rank, world_size):
 
 
 def test_a_checkpoint_larger_than_half_of_the_free_memory_is_sharded_by_default():
-    assert run_ranks(2, _save_with_little_memory, has_group=False) == [[True, False]] * 2
+    assert ranks.run_ranks(2, _save_with_little_memory, has_group=False) == [[True, False]] * 2

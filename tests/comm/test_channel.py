@@ -32,7 +32,7 @@ def test_values_arrive_on_rank_0_and_on_all_ranks(world_size):
 
 
 def _send(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
     with channel.session():
         gathered = channel.gather(rank)
         return (
@@ -49,7 +49,7 @@ def test_an_action_that_fails_on_one_rank_fails_on_all_and_the_channel_stays_usa
 
 
 def _fail(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
 
     def action():
         if rank == 1:
@@ -69,7 +69,7 @@ def test_ranks_that_fail_differently_raise_errors_of_one_kind():
 
 
 def _fail_differently(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
     failures = [OSError(28, "no space"), TypeError("a number"), OSError(28, "full"), None]
 
     def fail():
@@ -99,7 +99,7 @@ def test_an_interruption_does_not_hide_what_has_failed_on_another_rank():
 
 
 def _fail_beside_an_interruption(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
     failures = [KeyboardInterrupt(), OSError(28, "no space"), None]
 
     def fail():
@@ -125,7 +125,7 @@ def test_an_error_that_cannot_be_copied_is_described():
 
 
 def _fail_alone(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
 
     def fail():
         if rank == 1:
@@ -147,7 +147,7 @@ def test_a_rank_that_dies_is_an_error_on_the_others_at_once():
 
 
 def _die(rank, world_size):
-    channel = _comm().open_channel()
+    channel = _comm().control.open_channel()
     channel.gather(rank)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -161,7 +161,7 @@ def test_aborting_ends_the_wait_of_the_others_but_not_a_session_in_progress():
 
 def _abort_between_sessions(rank, world_size):
     comm = _comm()
-    channel = comm.open_channel()
+    channel = comm.control.open_channel()
     results = []
     go_on = threading.Event()
 

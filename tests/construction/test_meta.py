@@ -15,11 +15,12 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, load_from_checkpoint, load_weights
 from lightning_zero.comm.communicator import Communicator
+from tests.support import ranks
 from tests.support.cells import SHARDED_STAGE
 from tests.support.fitting import arrays, make_trainer, settings
 from tests.support.models import MLPModule, Recorder, SquareBlocks
-from tests.support.ranks import run_ranks
 from tests.support.storage import live_storage_bytes, return_freed_memory
+from tests.support.warm import run_ranks
 
 CPU = torch.device("cpu")
 STAGES = [1, 2, 3]
@@ -291,7 +292,7 @@ def test_one_unit_is_unsharded_at_a_time_beside_the_root():
     shapes = on_meta(lambda: GPT(MODEL))
     total, block = (sum(p.numel() for p in m.parameters()) for m in (shapes, shapes.blocks[0]))
     root = total - MODEL.num_layers * block
-    for peak, rest in run_ranks(2, _peak):
+    for peak, rest in ranks.run_ranks(2, _peak):
         assert rest < 1.01 * 4 * total / 2
         shards = 4 * (total - root) / 2
         assert peak < 1.01 * (shards + 4 * (root + block))
@@ -345,7 +346,7 @@ def _train_bounded(rank, world_size, bound):
 @pytest.mark.slow
 def test_a_model_of_three_times_the_memory_of_a_rank_builds_from_meta_and_trains():
     bound = 4 * NUM_BLOCKS * SquareBlocks.WIDTH**2 // 3
-    for first, second in run_ranks(2, _train_bounded, bound, timeout_s=120):
+    for first, second in ranks.run_ranks(2, _train_bounded, bound, timeout_s=120):
         assert second < first
 
 

@@ -209,7 +209,8 @@ def _clip(rank, world_size, stage, param_dtype):
                 written(net).data.abs()
             for parameter in net.parameters():
                 parameter.data.clamp_(-0.01, 0.01)
-        held = sum(bucket.is_unsharded for bucket in engine.buckets if bucket.shards_params)
+        params = [bucket.params for bucket in engine.buckets]
+        held = sum(own.is_unsharded for own in params if own.are_sharded)
     del used[:-3]
     with gathered(net):
         largest = max(p.abs().max().item() for p in net.parameters())
@@ -242,7 +243,7 @@ def _look_and_write(rank, world_size, folder):
     assert engine.storage.bytes_written == before
     engine.step()
     for bucket in engine.buckets:
-        bucket.read_ahead()
+        bucket.params.read_ahead()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.data.fill_(0.5)
@@ -321,7 +322,7 @@ def _fail(rank, world_size):
         fail()
     with pytest.warns(UserWarning, match="keeps its shape"):
         engine.ensure_run()
-    assert not any(bucket.is_unsharded for bucket in engine.buckets)
+    assert not any(bucket.params.is_unsharded for bucket in engine.buckets)
     for _ in range(2):
         engine.backward(net(torch.ones(2, 12)))
         engine.step()

@@ -174,7 +174,7 @@ def _count_breaks(rank, world_size, stage, precision):
     return counts
 
 
-@pytest.mark.default_cases("3-32-true", "3-float8")
+@pytest.mark.default_cases("3-32-true")
 @pytest.mark.shows("compiled blocks: no graph break, no compilation after the first step")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "float8"])
 @pytest.mark.parametrize("stage", range(4))

@@ -61,18 +61,21 @@ def _cell(rank, world_size, options, tables):
     }
 
 
-@pytest.mark.default_cases("stage 1", "stage 1, bf16", "stage 3, CPU")
+@pytest.mark.default_cases(  # each table where parameters are replicated, and where sharded
+    *("swaps-stage 1, bf16", "writes-stage 1", "looks-stage 1", "gradients-stage 1, bf16"),
+    *("swaps-stage 3", "writes-stage 3, CPU", "looks-stage 3", "gradients-stage 3, bf16"),
+)
 @pytest.mark.parametrize("cell", CELLS)
-def test_what_users_do_to_parameters_and_gradients_is_what_one_process_does(cell):
+@pytest.mark.parametrize("table", ["swaps", "writes", "looks", "gradients"])
+def test_what_users_do_to_parameters_and_gradients_is_what_one_process_does(cell, table):
     size, options = CELLS[cell]
-    tables = "swaps", "writes", "looks", "gradients"
-    assert run_ranks(size, _cell, options, tables, timeout_s=240) == [{}] * size
+    assert run_ranks(size, _cell, options, [table], timeout_s=240) == [{}] * size
 
 
 # ---------------------------------------------------------------- no write is lost
 
 
-@pytest.mark.default_cases("stage 1, bf16", "stage 3", "stage 3, bf16")
+@pytest.mark.default_cases("stage 1, bf16", "stage 3")
 @pytest.mark.parametrize("cell", CELLS)
 def test_no_way_of_writing_to_a_parameter_is_lost(cell):
     size, options = CELLS[cell]
@@ -82,7 +85,7 @@ def test_no_way_of_writing_to_a_parameter_is_lost(cell):
     assert run_ranks(size, _cell, options, tables, timeout_s=240) == [{}] * size
 
 
-@pytest.mark.default_cases("stage 1", "stage 3")
+@pytest.mark.default_cases("stage 3")
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_write_to_a_parameter_that_a_backward_needs_is_torchs_error(cell):
     size, options = CELLS[cell]

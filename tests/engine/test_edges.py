@@ -477,7 +477,7 @@ def _put_wrong_data(rank, world_size):
         assert engine.coordinator.training_state is TrainingState.IDLE
         module[0].weight.data = torch.zeros(4, 4)  # taken when the next step begins
         use()
-        assert engine.buckets[0].unsharded_params.aliases(module[0].weight.data)
+        assert engine.buckets[0].params.unsharded.aliases(module[0].weight.data)
     engine.close()
 
 
@@ -551,7 +551,7 @@ def _fail_with_wrong_data(rank, world_size):
         with pytest.warns(UserWarning, match=r"after an exception: .*0\.weight"):
             engine.ensure_run()
         assert engine.coordinator.training_state is TrainingState.IDLE
-        assert not any(bucket.is_unsharded for bucket in engine.buckets)
+        assert not any(bucket.params.is_unsharded for bucket in engine.buckets)
         engine.backward(module(x).sum())
         engine.step()
         engine.zero_grad()
@@ -615,7 +615,8 @@ def _want_some(rank, world_size, stage):
         assert found == [False, False, True, False, False, True, False, False]
         for p, q in ((module[1].weight, plain[1].weight), (module[2].bias, plain[2].bias)):
             torch.testing.assert_close(full_grad(p), q.grad)
-        assert not any(b.is_unsharded for b in engine.buckets if b.shards_params)
+        params = [bucket.params for bucket in engine.buckets]
+        assert not any(own.is_unsharded for own in params if own.are_sharded)
         engine.zero_grad()
         plain.zero_grad()
         assert not any(unit.stays_unsharded for unit in engine.coordinator.units[1:])

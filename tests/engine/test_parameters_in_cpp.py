@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 
 from lightning_zero import Engine, ZeroConfig, gathered
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.record.spans import Kind
 from lightning_zero.tensors.freed import can_raise
 from tests.support.cells import SHARDED_STAGE, slow_but
 from tests.support.warm import run_ranks
@@ -363,12 +364,13 @@ class LateGather:
 @contextlib.contextmanager
 def delayed_gathers(events=None):
     """Delays all all-gathers; `events` receives their names when they are waited for."""
-    issue = Communicator._all_gather
+    issue = Communicator._issue
 
-    def delayed(comm, buffer, name, *args):
-        return LateGather(partial(issue, comm, buffer, name, *args), name, events)
+    def delayed(comm, kind, name, *args):
+        issue_now = partial(issue, comm, kind, name, *args)
+        return LateGather(issue_now, name, events) if kind is Kind.ALL_GATHER else issue_now()
 
-    with mock.patch.object(Communicator, "_all_gather", delayed):
+    with mock.patch.object(Communicator, "_issue", delayed):
         yield
 
 
@@ -674,7 +676,7 @@ def _data_in_vmap(rank, world_size):
         weight.data = torch.full_like(weight.data, 2.0)
         return x
 
-    engine.buckets[-1].unshard()  # as a prefetch does
+    engine.buckets[-1].params.unshard()  # as a prefetch does
     torch.vmap(read_and_set)(torch.ones(2))
     engine.close()
     return weight.detach().unique().tolist()

@@ -8,10 +8,12 @@ from tests.support.cells import slow_but
 from tests.support.programs import Program, differences, run_plain, run_sharded
 from tests.support.warm import run_ranks
 
-_NUM_EACH = 10
+_NUM_EACH = 5
 # World size and the first of its seeds; `python -m tests.tools.random_programs` runs others.
-_BY_DEFAULT = [(1, 0), (2, 100), (2, 200), (3, 300)]
-_CASES = [*_BY_DEFAULT, (4, 400), (2, 500), (3, 600)]
+# The programs of these have every operation, block, optimizer and setting.
+_BY_DEFAULT = [(1, 0), (2, 100), (3, 300)]
+_FIRST = [(1, 0), (2, 100), (2, 200), (3, 300), (4, 400), (2, 500), (3, 600)]
+_CASES = [(size, seed + more) for size, seed in _FIRST for more in (0, _NUM_EACH)]
 
 
 @pytest.mark.parametrize(("world_size", "first"), slow_but(_BY_DEFAULT, _CASES))

@@ -22,7 +22,8 @@ from lightning_zero.health.failures import DesynchronizedError
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays, run_once
 from tests.support.loops import assert_same_state, batch, build, engine_for
-from tests.support.ranks import RankError, run_ranks
+from tests.support.ranks import RankError
+from tests.support.warm import run_ranks
 
 NAMES = ["zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"]
 
@@ -97,7 +98,7 @@ def outcomes(strategy, training):
     return [of_rank[training] for of_rank in run_once(2, _train_all, strategy)]
 
 
-@pytest.mark.default_cases("zero1", "zero3")
+@pytest.mark.default_cases("zero3")
 @pytest.mark.shows("Fabric")
 @pytest.mark.parametrize("name", slow_but({"zero1", "zero3", "zero3_offload"}, NAMES))
 def test_the_name_of_the_strategy_alone_gives_the_losses_of_ddp(name):

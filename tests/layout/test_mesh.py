@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_zero.layout.mesh import Mesh
 
 
-@settings(deadline=None)
 @given(num_shards=st.integers(1, 9), num_replicas=st.integers(1, 9), data=st.data())
 def test_every_rank_is_in_the_intersection_of_its_two_groups(num_shards, num_replicas, data):
     world_size = num_shards * num_replicas

@@ -33,7 +33,7 @@ def found(optimizer):
     return probe(optimizer, CPU)
 
 
-@settings(deadline=None, max_examples=6)
+@settings(max_examples=6)
 @given(SHAPES)
 def test_the_result_does_not_depend_on_the_shapes(shapes):
     assert found(torch.optim.AdamW(parameters(*shapes))) == ELEMENTWISE

@@ -15,7 +15,7 @@ from lightning_zero.planner import Choice, Decoder, DecoderShape, EngineRuns, Ma
 from lightning_zero.planner.engine_run import RankOfGroup, find_repeated_blocks
 from lightning_zero.planner.shapes_only import ShapesOnly
 from tests.support.planned import MODELS, OFFLOADS, loss_of
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 
 def a_decoder(num_layers, width=32, is_gated=False):

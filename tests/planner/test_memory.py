@@ -16,6 +16,7 @@ from lightning_zero.optim.state_sizes import OptimizerStates
 from lightning_zero.planner import Choice, EngineRuns, Machine, estimate, make_optimizers
 from lightning_zero.planner.choices import plan_of
 from lightning_zero.planner.engine_run import RankOfGroup
+from tests.support.cells import slow_but
 from tests.support.planned import MODELS, OPTIMIZERS, choices, loss_of, train
 from tests.support.warm import run_ranks
 
@@ -103,8 +104,9 @@ def cells():
     ]
 
 
-def test_four_cells_are_counted_to_the_byte():
-    check(cells()[::3], 2)
+@pytest.mark.parametrize("every", [6, pytest.param(3, marks=pytest.mark.slow)])
+def test_some_cells_are_counted_to_the_byte(every):
+    check(cells()[::every], 2)
 
 
 @pytest.mark.slow
@@ -142,12 +144,14 @@ def test_precisions_optimizers_and_micro_batches_are_counted_to_the_byte():
     check([(*case, optimizer) for case in cases for optimizer in elementwise], 1)
 
 
+EIGHT_BIT = ("adamw8bit", "lion8bit", "sgd8bit")
+
+
 @pytest.mark.parametrize(
-    "optimizer",
-    ["adamw8bit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("lion8bit", "sgd8bit"))],
+    ("every", "optimizer"), [(8, "adamw8bit"), *slow_but([], [(4, name) for name in EIGHT_BIT])]
 )
-def test_states_with_numbers_for_blocks_are_counted_to_the_byte(optimizer):
-    configs = [*choices()[1::4], ZeroConfig(stage=3, **PRECISIONS["bf16"])]
+def test_states_with_numbers_for_blocks_are_counted_to_the_byte(every, optimizer):
+    configs = [*choices()[1::every], ZeroConfig(stage=3, **PRECISIONS["bf16"])]
     check([("conv", config) for config in configs], 2, optimizer=optimizer)
 
 
@@ -245,7 +249,7 @@ def _count_averaged(rank, world_size, cases):
     return found
 
 
-@pytest.mark.parametrize("every", [10, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [100, *slow_but([], [10, 4])])
 def test_averages_count_as_optimizer_state_in_the_report_and_in_the_plan(every):
     everything = choices()
     cases = [("gpt", config) for config in everything[::every]]

@@ -210,6 +210,7 @@ def test_a_folder_without_text_is_named(tmp_path):
         StdlibText(root=str(tmp_path)).setup("fit")
 
 
+@pytest.mark.slow
 def test_a_llama_of_the_example_is_that_of_transformers():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -375,6 +376,7 @@ def test_a_gan_with_two_optimizers_and_clipping_trains_as_with_ddp():
     assert float(re.search(r"difference of a parameter: (.*)", printed)[1]) < 1e-12
 
 
+@pytest.mark.slow
 def test_muon_with_accumulation_differs_from_one_process_by_rounding():
     words = ["--steps", "2"]
     printed, _ = run_ranks(2, _run, "muon.py", words, has_group=False, timeout_s=200)

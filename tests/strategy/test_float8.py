@@ -323,6 +323,7 @@ def _measure(rank, world_size, configs):
     return found
 
 
+@pytest.mark.slow
 def test_the_plan_has_the_bytes_of_the_engine():
     configs = [ZeroConfig(stage=stage) for stage in (1, 3)]
     with torch.device("meta"):

@@ -123,6 +123,7 @@ def test_an_unusual_hugging_face_model_trains_and_resumes_as_under_ddp(kind):
     _check(kind, [rank[kind, 3] for rank in trained], [rank[reference, "ddp"] for rank in trained])
 
 
+@pytest.mark.slow
 def test_hugging_face_generate_ends_at_different_tokens_on_different_ranks():
     for ours, single in run_ranks(2, _generate):
         assert ours == single

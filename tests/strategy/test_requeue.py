@@ -21,10 +21,11 @@ from torch.utils.data import DistributedSampler
 from examples.stdlib_text import ResumableLoader
 from lightning_zero.strategy.requeue import RequeuedExit, _check_owner, _wait_until_seen
 from tests.launch.test_slurm_layout import as_srun
+from tests.support import ranks
 from tests.support.cells import slow_but
 from tests.support.fitting import arrays
 from tests.support.models import GPTModule
-from tests.support.ranks import run_ranks
+from tests.support.warm import run_ranks
 
 SIGUSR1, SIGTERM = signal.SIGUSR1, signal.SIGTERM
 
@@ -184,7 +185,7 @@ def _not_queued(rank, world_size):
 
 
 def test_a_job_that_cannot_be_requeued_logs_the_reason_and_trains_on():
-    (num_losses, warned), (other, _) = run_ranks(2, _not_queued, has_group=False)
+    (num_losses, warned), (other, _) = ranks.run_ranks(2, _not_queued, has_group=False)
     assert num_losses == other == 12
     (warning,) = [text for text in warned if "not requeued" in text]
     assert "scontrol requeue 1: Requested operation is presently disabled" in warning

@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_zero import activations
 from lightning_zero.comm.backends import DeviceBackend, _AsyncCollective
-from lightning_zero.comm.communicator import Communicator
 from lightning_zero.core.gradients import Gradients
 from lightning_zero.core.step_worker import StepLoop, StepWorker
 from lightning_zero.core.unit import Prefetcher
@@ -134,11 +133,11 @@ FAULTS = {
         *(DeviceBackend, "wait_for_reductions", _nothing),
         *("stage 1, device, fp32, accumulate", "RACE"),
     ),
-    "a collective that is dropped after a failure does not keep its memory": Fault(
-        Communicator, "discard", _nothing, "stage 3, device, fp32, failures in groups", "FREE"
+    "a run begins while collectives of the last one use their memory": Fault(
+        DeviceBackend, "wait_for_all", _nothing, "stage 3, device, fp32, failures in groups", "FREE"
     ),
     "a loss scaler's copies are not waited for": Fault(
-        *(Communicator, "wait_for_cpu_copies", _nothing),
+        *(streams, "wait_for_current", _nothing),
         *("stage 3, cpu optimizer, fp16, clip", "RACE"),
     ),
     "nothing is prefetched": Fault(Prefetcher, "prefetch", _nothing, _S3, "OVERLAP"),

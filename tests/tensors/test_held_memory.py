@@ -154,11 +154,11 @@ def _keep_buffers(rank, world_size):
     found = {}
 
     def measure(kind, net, engine, train):
-        buffers = [bucket.unsharded_params.tensor for bucket in engine.buckets]
+        buffers = [bucket.params.unsharded.tensor for bucket in engine.buckets]
         held = [train() for _ in range(3)]
         pairs = zip(buffers, engine.buckets, strict=True)
-        found[kind] = [one is bucket.unsharded_params.tensor for one, bucket in pairs]
-        found[kind] += [not bucket.unsharded_params.is_allocated for bucket in engine.buckets]
+        found[kind] = [one is bucket.params.unsharded.tensor for one, bucket in pairs]
+        found[kind] += [not bucket.params.unsharded.is_allocated for bucket in engine.buckets]
         del held
         engine.close()
 
@@ -314,7 +314,7 @@ def _count_holders(rank, world_size, settings, dtype):
         with gathered(net):  # unsharded: each parameter is a view
             for bucket in engine.buckets:
                 num_known = len(bucket.parameters) + bucket.shards.num_views
-                counts.append(bucket.unsharded_params.num_holders(num_known))
+                counts.append(bucket.params.unsharded.num_holders(num_known))
         engine.backward(net(X.to(dtype)))
         engine.step()
         engine.zero_grad()

@@ -89,7 +89,7 @@ def test_bytes_are_counted(store, filled):
 RANGES = st.tuples(st.booleans(), st.integers(0, 7), st.integers(1, 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(operations=st.lists(RANGES, max_size=25))
 def test_overlapping_transfers_are_done_in_the_order_of_requests(tmp_path_factory, operations):
     path = tmp_path_factory.mktemp("ordered")

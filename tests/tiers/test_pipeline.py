@@ -76,7 +76,7 @@ def content(file):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(steps=STEPS, num_buffers=st.integers(1, 4))
 def test_any_jobs_in_any_steps_give_the_numbers_of_memory(tmp_path_factory, steps, num_buffers):
     """Jobs overlap in any way, and are prefetched or not, for this step or for another one."""
