@@ -294,7 +294,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         default="adamw",
         metavar="NAME",
-        help="optimizer of torch, or adamw8bit (default: adamw)",
+        help="optimizer of torch, or adamw8bit, lion8bit, sgd8bit (default: adamw)",
     )
     add(
         "--average",

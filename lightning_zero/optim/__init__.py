@@ -1,6 +1,7 @@
 """Steps the user's optimizers on shards. Imports core and all below it.
 
-    adamw8bit     AdamW with moments of 8 bits, for users
+    adamw8bit     AdamW with moments of 8 bits, for users; beside it lion8bit and sgd8bit
+    optimizer8bit base of optimizers with moments of 8 bits
     dynamic8      numbers of 8 bits, in blocks
     blocks        optimizers whose states have numbers for blocks of elements
     known         classes of optimizers that are known to be elementwise, or not
@@ -17,5 +18,7 @@ Begin with `probe`, then `step`.
 """
 
 from lightning_zero.optim.adamw8bit import AdamW8bit
+from lightning_zero.optim.lion8bit import Lion8bit
+from lightning_zero.optim.sgd8bit import SGD8bit
 
-__all__ = ["AdamW8bit"]
+__all__ = ["AdamW8bit", "Lion8bit", "SGD8bit"]

@@ -19,7 +19,7 @@ _HOOKED = Optimizer.profile_hook_step(lambda self: None).__code__
 
 # Class names by top-level package. `python -m tests.tools.optimizers` checks them.
 _ELEMENTWISE = {
-    "lightning_zero": "AdamW8bit",
+    "lightning_zero": "AdamW8bit Lion8bit SGD8bit",
     "torch": "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
     "schedulefree": (
         "AdamWScheduleFree AdamWScheduleFreePaper AdamWScheduleFreeReference RAdamScheduleFree "

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_zero.optim.adamw8bit import AdamW8bit
+from lightning_zero.optim import AdamW8bit, Lion8bit, SGD8bit
 
 __all__ = ["OPTIMIZER_NAMES", "make_optimizers"]
 
@@ -18,7 +18,7 @@ _FACTORIES: dict[str, type[Optimizer]] = {
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer
 }
-_FACTORIES["adamw8bit"] = AdamW8bit
+_FACTORIES |= {kind.__name__.lower(): kind for kind in (AdamW8bit, Lion8bit, SGD8bit)}
 OPTIMIZER_NAMES = tuple(sorted([*_FACTORIES, "sgd_momentum"]))
 
 

@@ -144,22 +144,29 @@ def test_precisions_optimizers_and_micro_batches_are_counted_to_the_byte():
     check([(*case, optimizer) for case in cases for optimizer in elementwise], 1)
 
 
-@pytest.mark.parametrize("every", [8, pytest.param(4, marks=pytest.mark.slow)])
-def test_states_with_numbers_for_blocks_are_counted_to_the_byte(every):
+EIGHT_BIT = ("adamw8bit", "lion8bit", "sgd8bit")
+
+
+@pytest.mark.parametrize(
+    ("every", "optimizer"), [(8, "adamw8bit"), *slow_but([], [(4, name) for name in EIGHT_BIT])]
+)
+def test_states_with_numbers_for_blocks_are_counted_to_the_byte(every, optimizer):
     configs = [*choices()[1::every], ZeroConfig(stage=3, **PRECISIONS["bf16"])]
-    check([("conv", config) for config in configs], 2, optimizer="adamw8bit")
+    check([("conv", config) for config in configs], 2, optimizer=optimizer)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_bytes_per_parameter_of_mixed_precision_with_moments_of_8_bits(world_size):
-    """Float32 main parameter and mean gradient 4 + 4, moments 8 or 2 + 2 * 4 / 256, over N ranks.
+    """Float32 main parameter and mean gradient 4 + 4, a moment 4 or 1 + 4 / 256, over N ranks.
 
     Norms, and tensors of at most 4,096 elements, add 1 %.
     """
     with torch.device("meta"):
         module = MODELS["gpt"].build(width=256)
     config = ZeroConfig(stage=3, **PRECISIONS["bf16"])
-    for optimizer, expected in (("adamw", 16), ("adamw8bit", 10 + 8 / 256)):
+    of_one = 9 + 4 / 256
+    cases = {"adamw": 16, "adamw8bit": 10 + 8 / 256, "lion8bit": of_one, "sgd8bit": of_one}
+    for optimizer, expected in cases.items():
         optimizers = OPTIMIZERS[optimizer](module)
         plan = plan_of(config, module, optimizers, world_size, [])
         named = parameters_by_name(module)

@@ -88,6 +88,7 @@ def test_every_public_name_is_in_the_reference():
     names = [
         *(f"lightning_zero.{name}" for name in lightning_zero.__all__),
         *(f"lightning_zero.callbacks.{name}" for name in lightning_zero.callbacks.__all__),
+        *(f"lightning_zero.optim.{name}" for name in lightning_zero.optim.__all__),
         "lightning_zero.fabric.ZeroStrategy",
         "lightning_zero.ray.RayZeroStrategy",
     ]

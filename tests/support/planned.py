@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from examples.gpt import GPT, GPTConfig
 from lightning_zero import Engine, OffloadConfig, ZeroConfig
 from lightning_zero.layout.names import parameters_by_name
-from lightning_zero.optim import AdamW8bit
+from lightning_zero.optim import AdamW8bit, Lion8bit, SGD8bit
 from lightning_zero.planner import Decoder, DecoderShape, make_optimizers
 from tests.support.full_tensors import ADAFACTOR, Lamb, Rows
 
@@ -157,6 +157,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], list[Optimizer]]] = {
     "adamw": _over_all(torch.optim.AdamW),
     "fused adamw": _over_all(partial(torch.optim.AdamW, fused=True)),
     "adamw8bit": _over_all(AdamW8bit),  # with blocks in the model "conv"
+    "lion8bit": _over_all(Lion8bit),
+    "sgd8bit": _over_all(SGD8bit),
     "sgd": _over_all(partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
     "adagrad": _over_all(torch.optim.Adagrad),
     "rmsprop": _over_all(torch.optim.RMSprop),

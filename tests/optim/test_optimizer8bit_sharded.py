@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits gives the same bits in every stage and tier, on any ranks."""
+"""Optimizers with moments of 8 bits give the same bits in every stage and tier, on any ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_zero import Engine, OffloadConfig, ZeroConfig, load_checkpoint, save_checkpoint
-from lightning_zero.optim import AdamW8bit
+from lightning_zero.optim import AdamW8bit, Lion8bit, SGD8bit
 from lightning_zero.optim.chunks import chunks_of
 from tests.support.fitting import make_trainer, settings
 from tests.support.given_grads import SIZES, GivenGrads
@@ -19,6 +19,12 @@ from tests.support.warm import run_ranks
 
 NUM_STEPS = 3
 LARGE = [(1201, 501), *SIZES]  # several chunks in files
+KEYS = {
+    AdamW8bit: {"step", "exp_avg", "exp_avg_sq"},
+    Lion8bit: {"exp_avg"},
+    SGD8bit: {"momentum_buffer"},
+}  # of a state in a full checkpoint
+OTHERS = [Lion8bit, SGD8bit]
 
 
 def _optimizer(module, kind=AdamW8bit, **options):
@@ -37,10 +43,10 @@ def _steps(engine, module, optimizer, steps):
             engine.zero_grad()
 
 
-def expected(sizes=SIZES, num_steps=NUM_STEPS):
+def expected(sizes=SIZES, num_steps=NUM_STEPS, kind=AdamW8bit):
     """Parameters and states after steps in one process without an engine, by number."""
     module = GivenGrads(sizes)
-    optimizer = _optimizer(module)
+    optimizer = _optimizer(module, kind)
     _steps(None, module, optimizer, range(num_steps))
     return [p.detach() for p in module.parameters()], optimizer.state_dict()["state"]
 
@@ -67,11 +73,11 @@ def _sizes_of(options):
     return LARGE if "nvme" in options.values() else SIZES
 
 
-def _train(rank, world_size, cases):
+def _train(rank, world_size, cases, kind):
     found = []
     for options in cases:
         module = GivenGrads(_sizes_of(options))
-        optimizer = _optimizer(module)
+        optimizer = _optimizer(module, kind)
         engine = Engine(module, [optimizer], _config(options))
         _steps(engine, module, optimizer, range(NUM_STEPS))
         if rank == 0 and options.get("offload_optimizer") == "nvme":
@@ -80,7 +86,7 @@ def _train(rank, world_size, cases):
     return found
 
 
-def assert_bits(found, values, states):
+def assert_bits(found, values, states, kind=AdamW8bit):
     parameters, packed, full = found
     for one, other in zip(parameters, values, strict=True):
         assert torch.equal(one, other)
@@ -91,8 +97,9 @@ def assert_bits(found, values, states):
         for key, value in state.items():
             assert (own[key].dtype, own[key].shape) == (value.dtype, value.shape), key
             assert torch.equal(own[key], value), key
-        assert full["state"][number].keys() == {"step", "exp_avg", "exp_avg_sq"}
-        assert full["state"][number]["exp_avg"].shape == values[number].shape
+        assert full["state"][number].keys() == KEYS[kind]
+        moments = KEYS[kind] - {"step"}
+        assert all(full["state"][number][key].shape == values[number].shape for key in moments)
 
 
 CASES = [
@@ -106,26 +113,33 @@ CASES = [
 
 
 FEW = [CASES[1], CASES[5], CASES[8]]  # both stages and all tiers
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [(3, FEW), *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (1, 2, 3, 4))],
+    ("world_size", "kind", "cases"),
+    [
+        (3, AdamW8bit, FEW),
+        *((2, kind, FEW[:2]) for kind in OTHERS),
+        *(slow(size, AdamW8bit, CASES) for size in (1, 2, 3, 4)),
+        *(slow(size, kind, CASES) for size in (1, 2) for kind in OTHERS),
+    ],
 )
-def test_weights_and_states_have_the_bits_of_one_process(world_size, cases):
-    references = {repr(sizes): expected(sizes) for sizes in (SIZES, LARGE)}
-    everywhere = run_ranks(world_size, _train, cases, timeout_s=240)
+def test_weights_and_states_have_the_bits_of_one_process(world_size, kind, cases):
+    of_cases = SIZES, *[LARGE for options in cases[-1:] if "nvme" in options.values()]
+    references = {repr(sizes): expected(sizes, kind=kind) for sizes in of_cases}
+    everywhere = run_ranks(world_size, _train, cases, kind, timeout_s=240)
     for number, options in enumerate(cases):
         values, states = references[repr(_sizes_of(options))]
-        assert_bits(everywhere[0][number], values, states)
+        assert_bits(everywhere[0][number], values, states, kind)
         for of_rank in everywhere[1:]:
             for mine, other in zip(of_rank[number][0], values, strict=True):
                 assert torch.equal(mine, other), options
 
 
-def _save(rank, world_size, folder):
+def _save(rank, world_size, folder, kind=AdamW8bit):
     module = GivenGrads()
-    optimizer = _optimizer(module)
+    optimizer = _optimizer(module, kind)
     engine = Engine(module, [optimizer], ZeroConfig(stage=3))
     _steps(engine, module, optimizer, range(NUM_STEPS))
     save_checkpoint(engine, f"{folder}/sharded", is_sharded=True)
@@ -135,14 +149,14 @@ def _save(rank, world_size, folder):
     engine.close()
 
 
-def _resume(rank, world_size, folder, cases):
+def _resume(rank, world_size, folder, cases, kind=AdamW8bit):
     found = []
     for name, options in cases:
         module = GivenGrads()
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.zero_()
-        optimizer = _optimizer(module)
+        optimizer = _optimizer(module, kind)
         engine = Engine(module, [optimizer], _config(options))
         load_checkpoint(engine, f"{folder}/{name}")
         _steps(engine, module, optimizer, range(NUM_STEPS, NUM_STEPS + 2))
@@ -172,6 +186,14 @@ def test_what_two_ranks_saved_three_and_two_resume_with_the_same_bits(tmp_path, 
             assert_bits(found, values, states)
     _assert_torch_resumes(torch.load(tmp_path / "full.ckpt"))
     _assert_torch_reads(tmp_path / "sharded", tmp_path / "joined.pt")
+
+
+@pytest.mark.parametrize("kind", [SGD8bit, slow(Lion8bit)])
+def test_what_two_ranks_saved_one_resumes_with_the_same_bits(kind, tmp_path):
+    values, states = expected(num_steps=NUM_STEPS + 2, kind=kind)
+    run_ranks(2, _save, str(tmp_path), kind)
+    for found in run_ranks(1, _resume, str(tmp_path), RESUMED[:2], kind)[0]:
+        assert_bits(found, values, states, kind)
 
 
 def _assert_torch_resumes(saved):
