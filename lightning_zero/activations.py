@@ -88,7 +88,8 @@ class OffloadedActivations(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Offloaded:
         if not self._should_offload(tensor):
-            return tensor.detach(), tensor._version  # the graph must not refer to itself
+            # The graph must not refer to itself. Not `tensor.detach()`: of a parameter it is a read.
+            return Tensor.detach(tensor), tensor._version
         storage = StorageWeakRef(tensor.untyped_storage())
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
         key = (storage.cdata, tensor._version, *view)
