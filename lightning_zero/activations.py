@@ -88,7 +88,7 @@ class OffloadedActivations(saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | _Offloaded:
         if not self._should_offload(tensor):
-            # The graph must not refer to itself. Not `tensor.detach()`: of a parameter it is a read.
+            # The graph must not refer to itself; `tensor.detach()` of a parameter is a read.
             return Tensor.detach(tensor), tensor._version
         storage = StorageWeakRef(tensor.untyped_storage())
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -13,6 +13,7 @@ from lightning_zero.core.bucket_access import BucketAccess, access_of, bucket_of
 from lightning_zero.core.lockstep import Lockstep
 from lightning_zero.core.writes import is_same_memory, require_full_shape
 from lightning_zero.health.together import run_on_all_ranks
+from lightning_zero.layout.stage import State
 from lightning_zero.tensors.guarded import data_of, has_placement, placement_of
 from lightning_zero.tensors.lazy import LazyTensor
 
@@ -96,6 +97,7 @@ def full_grad(parameter: nn.Parameter) -> Tensor | None:
     placement = placement_of(parameter)
     bucket = bucket_of(placement)
     lockstep_of(parameter).barrier(f"lightning_zero.full_grad() of {placement.name}")
+    bucket.shards.storage.state_offload.check(State.GRAD)
     own = bucket.grads.fetch(placement.index)
     if own is None or bucket.shards.replicates_optim:
         return own if own is None else own.clone()
@@ -240,6 +242,8 @@ def _writable(buckets: Sequence[Bucket], from_rank: int) -> Iterator[None]:
     _check_one_writer(run_on_all_ranks(changes, gather=gather, what="take the new values"))
     for access in writable:
         access.broadcast_from(from_rank)
+    for bucket in buckets:
+        bucket.params.reshard()  # a forward has unsharded it
 
 
 def _digest(tensor: Tensor) -> _Digest:

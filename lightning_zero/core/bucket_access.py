@@ -108,6 +108,7 @@ class BucketAccess:
     def change_sharded_data(self, index: int, write: Callable[[Tensor], object]) -> None:
         """Lets `write` change this rank's elements of `sharded_data` in place."""
         bucket = self.bucket
+        bucket.shards.storage.state_offload.check(State.PARAM)
         self.wait_for_update()
         bucket.params.reshard()
         name = bucket.plan.layout.slots[index].name
@@ -135,6 +136,7 @@ class BucketAccess:
             RuntimeError: The parameter is needed by a backward.
         """
         bucket = self.bucket
+        bucket.shards.storage.state_offload.check(State.PARAM)
         bucket.params.reshard()  # a prefetched parameter is unsharded again
         slot, spec = bucket.plan.layout.slots[index], bucket.shard_specs[index]
         if isinstance(values, GuardedParameter):
@@ -190,6 +192,7 @@ class BucketAccess:
     def reading(self) -> Iterator[None]:
         """Context of `gathered` in which the parameters are unsharded, for reading. Collective."""
         bucket = self.bucket
+        bucket.shards.storage.state_offload.check(State.PARAM)
         if bucket.params.has_views_installed:
             yield  # an outer context has installed views, for writing
             return
@@ -244,6 +247,7 @@ class _ParamShard:
     def read(self) -> Tensor:
         if self._old_values is not None:
             return self._old_values
+        self._bucket.shards.storage.state_offload.check(State.PARAM)
         self._bucket.wait_for_update()
         return self._bucket.shards.values(self._index).detach()
 

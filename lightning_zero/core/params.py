@@ -176,9 +176,10 @@ class Params:
             )
         self._pending.wait()
         self._pending = None
-        set_plain_data(self._parameters, self.unsharded.views)
         self._set_phase(Phase.UNSHARDED)
-        self._writes.watch()
+        if not self.has_views_installed:  # else the parameters keep those
+            set_plain_data(self._parameters, self.unsharded.views)
+            self._writes.watch()
 
     def set_saved_for_backward(self, is_saved: bool) -> None:
         """Sets `is_saved_for_backward`: a graph is built, or backward has traversed the graphs."""

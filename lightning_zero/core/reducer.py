@@ -165,8 +165,9 @@ class Reducer:
         if self._is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:
-            self._in_flight.end_earlier()
-            bucket.grads.reduce_zeros()
+            with torch.inference_mode(False):  # an evaluation may make room for other ranks
+                self._in_flight.end_earlier()
+                bucket.grads.reduce_zeros()
             self._in_flight.add(bucket)
             self._reduced.add(bucket)
 
@@ -228,8 +229,17 @@ class Reducer:
             self.guard.report()
 
     def before_step(self) -> None:
-        """Before an optimizer's step: completes the means. Collective."""
+        """Before an optimizer's step: completes the means. Collective.
+
+        Raises:
+            RuntimeError: A state is offloaded, or a context has installed views of parameters.
+        """
         self._state_offload.check()
+        if any(bucket.params.has_views_installed for bucket in self._buckets):
+            raise RuntimeError(
+                "an optimizer steps inside `with lightning_zero.gathered(..., writeback=True):`, "
+                "whose end would overwrite the new values; step after it."
+            )
         self.complete_means()
         # Other ranks may still all-gather the parameters that the step changes.
         self._order.close_pass("a step of the optimizer")

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero import Engine, ZeroConfig, gathered
+from lightning_zero import Engine, ZeroConfig, full_grad, gathered
+from lightning_zero.core.params import Phase
 from lightning_zero.core.writes import replaced
+from tests.support.loops import batch, build, engine_for
 from tests.support.warm import run_ranks
 
 
@@ -80,3 +82,54 @@ def _write(rank, world_size, stage, dtype):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_write_inside_gathered_is_an_error_or_kept_whatever_else_happens_there(stage, dtype):
     assert run_ranks(2, _write, stage, dtype) == [[3.0, 4.0, 5.0]] * 2
+
+
+def _use_inside(rank, world_size, stage):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], stage)
+    ids, weight = batch(0, 0), module.gpt.blocks[0].up.weight
+    reference, _ = build()
+    with torch.no_grad():
+        reference.gpt.blocks[0].up.weight.mul_(2.0)
+    expected = reference(ids)
+    expected.backward()
+    with gathered(module, writeback=True):
+        with torch.no_grad():
+            weight.mul_(2.0)
+        loss = module(ids)
+        torch.testing.assert_close(loss, expected)
+        engine.backward(loss)
+        with pytest.raises(RuntimeError, match="steps inside .*writeback=True"):
+            engine.step()
+    found = full_grad(weight)
+    torch.testing.assert_close(found, reference.gpt.blocks[0].up.weight.grad)
+    assert not any(bucket.params.num_pins for bucket in engine.buckets)
+    assert all(b.params.phase is Phase.SHARDED for b in engine.buckets if b.params.are_sharded)
+    with gathered(module):
+        torch.testing.assert_close(weight.detach(), reference.gpt.blocks[0].up.weight.detach())
+    engine.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_forward_inside_a_context_uses_what_was_written_there_and_a_step_is_refused(stage):
+    run_ranks(2, _use_inside, stage)
+
+
+def _infer_between(rank, world_size):
+    (module, optimizer), (reference, _) = build(), build()
+    engine = engine_for(module, [optimizer], 3)
+    with engine.no_sync():
+        engine.backward(module(batch(0, 0)))
+    loss = module(batch(0, 1))
+    with torch.inference_mode():
+        module(batch(0, 2))
+    engine.backward(loss)
+    for step in (0, 1):
+        reference(batch(0, step)).backward()
+    for parameter, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_grad(parameter), expected.grad)
+
+
+def test_inference_mode_between_a_forward_and_its_backward_changes_no_gradient():
+    run_ranks(2, _infer_between)

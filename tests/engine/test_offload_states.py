@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_zero import full_state_dict, gathered, save_checkpoint
+from lightning_zero import full_grad, full_state_dict, gathered, save_checkpoint
 from lightning_zero.layout.stage import State
 from tests.support.cells import ANY_STAGE
 from tests.support.fitting import arrays
@@ -148,6 +148,8 @@ def _misuse(rank, world_size, stage, path):
         engine.backward(loss)
     with needs:
         engine.zero_grad()
+    with needs:
+        full_grad(module.gpt.blocks[0].up.weight)
     engine.reload_states(["gradients"])
     engine.backward(loss)
 
@@ -159,6 +161,11 @@ def _misuse(rank, world_size, stage, path):
         full_state_dict(engine)
     with needs:
         print(module.gpt.blocks[0].up.weight + 1)
+    for writeback in (False, True):
+        with needs, gathered(module, writeback=writeback):
+            pass
+    with needs:
+        module.gpt.blocks[0].up.weight.data = torch.zeros(128, 32)
     engine.reload_states()
     with pytest.raises(ValueError, match="'weights'"):
         engine.offload_states("weights")
