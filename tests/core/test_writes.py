@@ -99,7 +99,7 @@ def _use_inside(rank, world_size, stage):
         loss = module(ids)
         torch.testing.assert_close(loss, expected)
         engine.backward(loss)
-        with pytest.raises(RuntimeError, match="steps inside .*writeback=True"):
+        with pytest.raises(RuntimeError, match=r"steps inside .*writeback=True"):
             engine.step()
     found = full_grad(weight)
     torch.testing.assert_close(found, reference.gpt.blocks[0].up.weight.grad)
