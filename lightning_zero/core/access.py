@@ -37,7 +37,8 @@ def gathered(
             main parameters and parameters. Other ranks may change nothing, or make the same
             changes. The parameters are views of the main parameters, in full precision. Without
             `writeback` they have the values that the module computes with, and must not be changed.
-            Inside another such context, the changes are broadcast when the outer one ends.
+            Inside another such context, the changes are broadcast when the outer one ends. The
+            module may be called inside; an optimizer that steps there raises an error.
         from_rank: Rank whose values are kept with `writeback`; the same on every rank.
 
     Raises:
