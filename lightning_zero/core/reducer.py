@@ -165,7 +165,7 @@ class Reducer:
         if self._is_in_backward:
             self._reduce(bucket, is_looked_at=False)
         else:
-            with torch.inference_mode(False):  # an evaluation may make room for other ranks
+            with torch.inference_mode(False):  # an evaluation may issue the rest of a pass
                 self._in_flight.end_earlier()
                 bucket.grads.reduce_zeros()
             self._in_flight.add(bucket)
