@@ -367,6 +367,9 @@ class Channel:
     one thread at a time (`session`). If a rank dies, or an exception is raised while sending, the
     channel closes on all ranks: no rank waits longer than the group's timeout. Work that may fail
     goes through `run_on_all_ranks`. Made by `GlooControlPlane.open_channel`.
+
+    Attributes:
+        group: The group; None: the channel is closed, or there are no other ranks.
     """
 
     def __init__(self, rank: int, size: int, group: Any | None) -> None:

@@ -177,7 +177,7 @@ class Params:
         self._pending.wait()
         self._pending = None
         self._set_phase(Phase.UNSHARDED)
-        if not self.has_views_installed:  # else the parameters keep those
+        if not self.has_views_installed:
             set_plain_data(self._parameters, self.unsharded.views)
             self._writes.watch()
 
@@ -226,8 +226,6 @@ class Params:
         """Drops an all-gather in flight, whose group is gone. Local."""
         self._pending = None
         if self.phase is Phase.UNSHARDING:
-            if self.are_sharded:
-                self.num_pins = 0
             self.enter_idle_phase()
 
     def enter_idle_phase(self) -> None:
@@ -238,9 +236,10 @@ class Params:
             self.unsharded.free()
 
     def hide(self) -> None:
-        """Guards the parameters, and lets C++ find no values in them."""
-        set_plain_data(self._parameters, self._unreadable)
-        guard(self._parameters)
+        """Guards the parameters, and lets C++ find no values in them. Installed views stay."""
+        if not self.has_views_installed:
+            set_plain_data(self._parameters, self._unreadable)
+            guard(self._parameters)
 
     def hide_replicated(self) -> None:
         """As `hide` while tiers/state_offload.py keeps the memory of replicated parameters free.
@@ -256,10 +255,10 @@ class Params:
             self.restore_data_pointers()
 
     def restore_data_pointers(self) -> None:
-        """Points the parameters at the tensors of the current phase again."""
+        """Points the parameters at the tensors of the current phase again. Installed views stay."""
         if self.phase is Phase.SHARDED:
             self.hide()
-        else:
+        elif not self.has_views_installed:
             set_plain_data(self._parameters, self.unsharded.views)
 
     # ---------------------------------------------------------------- use between steps

@@ -133,3 +133,35 @@ def _infer_between(rank, world_size):
 
 def test_inference_mode_between_a_forward_and_its_backward_changes_no_gradient():
     run_ranks(2, _infer_between)
+
+
+def _fail_inside(rank, world_size, stage):
+    module, optimizer = build()
+    engine = engine_for(module, [optimizer], stage)
+    ids, weight = batch(0, 0), module.gpt.blocks[0].up.weight
+    engine.backward(module(ids))
+    engine.step()
+    with gathered(module):
+        expected = 2.0 * weight.detach()
+
+    def fail(*_):
+        raise ArithmeticError("of a block")
+
+    with gathered(module, writeback=True):
+        with torch.no_grad():
+            weight.mul_(2.0)
+        hook = module.gpt.blocks[1].register_forward_pre_hook(fail)
+        with pytest.raises(ArithmeticError):
+            module(ids)
+        hook.remove()
+        engine.backward(module(ids))  # begins another run
+    engine.step()
+    engine.zero_grad()
+    assert not any(bucket.params.num_pins for bucket in engine.buckets)
+    with gathered(module):
+        torch.testing.assert_close(weight.detach(), expected, rtol=0.0, atol=2e-3)  # a step of 1e-3
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_was_written_outlives_a_forward_inside_the_context_that_raises(stage):
+    run_ranks(2, _fail_inside, stage)
