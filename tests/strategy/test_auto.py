@@ -18,9 +18,9 @@ from lightning_zero.strategy.settings import (
     check_memory_fits,
     choose,
 )
+from tests.support import ranks
 from tests.support.fitting import assert_same, fit, fit_reference, make_trainer, settings
 from tests.support.models import MLPModule
-from tests.support.warm import run_ranks
 
 GIB = 1024**3
 OF_TWO_RANKS = partial(MLPModule, ranks=2)
@@ -181,12 +181,12 @@ def _fit_with_auto(rank, world_size):
 
 
 def test_training_goes_on_with_one_choice_that_is_written_down():
-    ranks = run_ranks(2, _fit_with_auto, has_group=False)
-    outcomes = [outcome for outcome, *_ in ranks]
+    by_rank = ranks.run_ranks(2, _fit_with_auto, has_group=False)
+    outcomes = [outcome for outcome, *_ in by_rank]
     assert_same(outcomes, fit_reference(2, OF_TWO_RANKS))
-    assert len({reason for _, _, reason, _ in ranks}) == 1
-    assert len({config.stage for _, config, _, _ in ranks}) == 1
-    _, config, reason, hyperparameters = ranks[0]
+    assert len({reason for _, _, reason, _ in by_rank}) == 1
+    assert len({config.stage for _, config, _, _ in by_rank}) == 1
+    _, config, reason, hyperparameters = by_rank[0]
     assert f"zero_stage: {config.stage}" in hyperparameters
     note = outcomes[0].checkpoint["lightning_zero"]["auto"]
     assert note["zero_stage"] == config.stage

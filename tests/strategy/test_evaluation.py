@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -157,18 +158,18 @@ class _NotGloo:
 def _fit_with_inference_mode(rank, world_size, spec, factory):
     import lightning.pytorch.loops.utilities as loops
 
-    loops.dist = _NotGloo()
     seed_everything(7, verbose=False)
     module = factory()
     witness = InferenceWitness()
     options = {"limit_val_batches": 2, "val_check_interval": 1, "callbacks": [witness]}
     trainer = make_trainer(spec, **options)
-    trainer.validate(module, verbose=False)
-    trainer.fit(module)
-    trainer.validate(module, verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(module)
-    make_trainer(spec, **options).fit(module)
+    with mock.patch.object(loops, "dist", _NotGloo()):
+        trainer.validate(module, verbose=False)
+        trainer.fit(module)
+        trainer.validate(module, verbose=False)
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module)
+        make_trainer(spec, **options).fit(module)
     return arrays(module.state_dict()), witness.was_inference
 
 

@@ -9,7 +9,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero.optim.state import optimizer_state_dict
 from lightning_zero.tensors import freed
-from tests.support.warm import run_ranks
+from tests.support.ranks import run_ranks
 
 
 def _train_and_close(rank, world_size, param_dtype):
