@@ -7,7 +7,8 @@
     UNSHARDING   unreadable                             guarded
     UNSHARDED    n-D view of the unsharded parameters   plain    in use; idle otherwise
 
-A bucket is idle between its uses.
+A bucket is idle between its uses. Between `install_views` and `uninstall_views` the parameters are
+plain and point at those views, in every phase.
 """
 
 from __future__ import annotations
